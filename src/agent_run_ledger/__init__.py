@@ -1,0 +1,193 @@
+"""Durable execution for AI agents: the log under the loop.
+
+Names are resolved when they are first used, so that importing this package loads nothing.
+"""
+
+__version__ = "0.1.0"
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from agent_run_ledger.drivers.context import StepContext as StepContext
+    from agent_run_ledger.drivers.context import current_step as current_step
+    from agent_run_ledger.errors import AttemptsExhausted as AttemptsExhausted
+    from agent_run_ledger.errors import BudgetExceededException as BudgetExceededException
+    from agent_run_ledger.errors import IllegalTransition as IllegalTransition
+    from agent_run_ledger.errors import IntentDrift as IntentDrift
+    from agent_run_ledger.errors import InvalidArguments as InvalidArguments
+    from agent_run_ledger.errors import InvalidName as InvalidName
+    from agent_run_ledger.errors import InvalidPipeline as InvalidPipeline
+    from agent_run_ledger.errors import LeaseLost as LeaseLost
+    from agent_run_ledger.errors import LedgerError as LedgerError
+    from agent_run_ledger.errors import NotALedger as NotALedger
+    from agent_run_ledger.errors import NotDurableWarning as NotDurableWarning
+    from agent_run_ledger.errors import PayloadTooLarge as PayloadTooLarge
+    from agent_run_ledger.errors import PlainDataWarning as PlainDataWarning
+    from agent_run_ledger.errors import ReplayDivergence as ReplayDivergence
+    from agent_run_ledger.errors import RunClosed as RunClosed
+    from agent_run_ledger.errors import RunInputMismatch as RunInputMismatch
+    from agent_run_ledger.errors import RunNotFound as RunNotFound
+    from agent_run_ledger.errors import RunOwned as RunOwned
+    from agent_run_ledger.errors import RunawayLoopDetectedException as RunawayLoopDetectedException
+    from agent_run_ledger.errors import RunawayLoopException as RunawayLoopException
+    from agent_run_ledger.errors import SchemaTooNew as SchemaTooNew
+    from agent_run_ledger.errors import StepCancelled as StepCancelled
+    from agent_run_ledger.errors import StepFailed as StepFailed
+    from agent_run_ledger.errors import StepInDoubt as StepInDoubt
+    from agent_run_ledger.errors import StoreBusy as StoreBusy
+    from agent_run_ledger.errors import StoreCorrupt as StoreCorrupt
+    from agent_run_ledger.errors import StoreError as StoreError
+    from agent_run_ledger.errors import StoreFull as StoreFull
+    from agent_run_ledger.errors import StoreReadOnly as StoreReadOnly
+    from agent_run_ledger.errors import StoreUnavailable as StoreUnavailable
+    from agent_run_ledger.errors import UndeclaredEffectWarning as UndeclaredEffectWarning
+    from agent_run_ledger.errors import UnorderedStep as UnorderedStep
+    from agent_run_ledger.errors import UnserialisableArguments as UnserialisableArguments
+    from agent_run_ledger.errors import UnserialisableOutput as UnserialisableOutput
+    from agent_run_ledger.ledger import AgentRunLedger as AgentRunLedger
+    from agent_run_ledger.ledger import Run as Run
+    from agent_run_ledger.ledger import compute_fingerprint as compute_fingerprint
+    from agent_run_ledger.model import Budget as Budget
+    from agent_run_ledger.model import Effect as Effect
+    from agent_run_ledger.model import Event as Event
+    from agent_run_ledger.model import Finding as Finding
+    from agent_run_ledger.model import RetryPolicy as RetryPolicy
+    from agent_run_ledger.model import RunRecord as RunRecord
+    from agent_run_ledger.model import RunState as RunState
+    from agent_run_ledger.model import StepRecord as StepRecord
+    from agent_run_ledger.model import StepState as StepState
+    from agent_run_ledger.model import TreeHead as TreeHead
+    from agent_run_ledger.model import Verdict as Verdict
+    from agent_run_ledger.model import VerificationReport as VerificationReport
+    from agent_run_ledger.pipeline import RunLedger as RunLedger
+    from agent_run_ledger.pipeline import Step as Step
+    from agent_run_ledger.rules.canonical import register_type as register_type
+    from agent_run_ledger.rules.loops import LoopDetectorPolicy as LoopDetectorPolicy
+else:
+    _HOMES = {
+        "StepContext": "drivers.context",
+        "current_step": "drivers.context",
+        "AttemptsExhausted": "errors",
+        "BudgetExceededException": "errors",
+        "IllegalTransition": "errors",
+        "IntentDrift": "errors",
+        "InvalidArguments": "errors",
+        "InvalidName": "errors",
+        "InvalidPipeline": "errors",
+        "LeaseLost": "errors",
+        "LedgerError": "errors",
+        "NotALedger": "errors",
+        "NotDurableWarning": "errors",
+        "PayloadTooLarge": "errors",
+        "PlainDataWarning": "errors",
+        "ReplayDivergence": "errors",
+        "RunClosed": "errors",
+        "RunInputMismatch": "errors",
+        "RunNotFound": "errors",
+        "RunOwned": "errors",
+        "RunawayLoopDetectedException": "errors",
+        "RunawayLoopException": "errors",
+        "SchemaTooNew": "errors",
+        "StepCancelled": "errors",
+        "StepFailed": "errors",
+        "StepInDoubt": "errors",
+        "StoreBusy": "errors",
+        "StoreCorrupt": "errors",
+        "StoreError": "errors",
+        "StoreFull": "errors",
+        "StoreReadOnly": "errors",
+        "StoreUnavailable": "errors",
+        "UndeclaredEffectWarning": "errors",
+        "UnorderedStep": "errors",
+        "UnserialisableArguments": "errors",
+        "UnserialisableOutput": "errors",
+        "AgentRunLedger": "ledger",
+        "Run": "ledger",
+        "compute_fingerprint": "ledger",
+        "Budget": "model",
+        "Effect": "model",
+        "Event": "model",
+        "Finding": "model",
+        "RetryPolicy": "model",
+        "RunRecord": "model",
+        "RunState": "model",
+        "StepRecord": "model",
+        "StepState": "model",
+        "TreeHead": "model",
+        "Verdict": "model",
+        "VerificationReport": "model",
+        "RunLedger": "pipeline",
+        "Step": "pipeline",
+        "register_type": "rules.canonical",
+        "LoopDetectorPolicy": "rules.loops",
+    }
+
+    def __getattr__(name):
+        home = _HOMES.get(name)
+        if home is None:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from importlib import import_module
+
+        value = globals()[name] = getattr(import_module(f"{__name__}.{home}"), name)
+        return value
+
+    def __dir__():
+        return sorted({*globals(), *_HOMES})
+
+
+__all__ = [
+    "AgentRunLedger",
+    "AttemptsExhausted",
+    "Budget",
+    "BudgetExceededException",
+    "Effect",
+    "Event",
+    "Finding",
+    "IllegalTransition",
+    "IntentDrift",
+    "InvalidArguments",
+    "InvalidName",
+    "InvalidPipeline",
+    "LeaseLost",
+    "LedgerError",
+    "LoopDetectorPolicy",
+    "NotALedger",
+    "NotDurableWarning",
+    "PayloadTooLarge",
+    "PlainDataWarning",
+    "ReplayDivergence",
+    "RetryPolicy",
+    "Run",
+    "RunClosed",
+    "RunInputMismatch",
+    "RunLedger",
+    "RunNotFound",
+    "RunOwned",
+    "RunRecord",
+    "RunState",
+    "RunawayLoopDetectedException",
+    "RunawayLoopException",
+    "SchemaTooNew",
+    "Step",
+    "StepCancelled",
+    "StepContext",
+    "StepFailed",
+    "StepInDoubt",
+    "StepRecord",
+    "StepState",
+    "StoreBusy",
+    "StoreCorrupt",
+    "StoreError",
+    "StoreFull",
+    "StoreReadOnly",
+    "StoreUnavailable",
+    "TreeHead",
+    "UndeclaredEffectWarning",
+    "UnorderedStep",
+    "UnserialisableArguments",
+    "UnserialisableOutput",
+    "Verdict",
+    "VerificationReport",
+    "compute_fingerprint",
+    "current_step",
+    "register_type",
+]

@@ -1,0 +1,147 @@
+"""What a store promises: finished bytes in, the same bytes out, and every write fenced. Ten verbs, no rules.
+
+`testing.StoreContract` is this page as tests; a store that passes it can stand under the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+
+class Clock(Protocol):
+    """The three times a ledger needs. `testing.FakeClock` is one that a test can move."""
+
+    def now(self) -> float:
+        """Wall time, Unix seconds: only ever recorded, never compared between owners."""
+
+    def elapsed(self) -> float:
+        """Seconds of a clock that never goes back and goes on while the machine sleeps: leases are measured by it."""
+
+    def sleep(self, seconds: float) -> None:
+        """Return after `seconds`."""
+
+
+class Row(NamedTuple):
+    """One entry as it is stored. `body` holds the hashed bytes; what stands beside it is a copy or can be erased."""
+
+    seq: int
+    """From 1, without gaps, per run."""
+    kind: str
+    position: str | None
+    attempt: int | None
+    body: bytes
+    roots: bytes
+    """The roots of the subtrees that this entry closes, 32 bytes each, smallest first; the first is the leaf itself."""
+    payload: bytes | None = None
+    """The exact bytes of arguments, output, error, goal or reason; None where there is none or it was erased."""
+    digest: bytes | None = None
+    """SHA-256 of the payload as it was before any encoding; goes with the payload."""
+    fingerprint: bytes | None = None
+    """SHA-256 of tool and argument digest, for intents; goes with the payload."""
+    encoding: str | None = None
+    """How the payload is kept where it is not kept plainly."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """The right to append to one run, as `create` and `claim` give it."""
+
+    run_id: str
+    owner: str
+    token: int
+    """The fencing token: every change of owner raises it, every write carries it."""
+    secret: bytes
+    """The run's 32 random bytes that salt its digests; empty where they were erased."""
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """The mutable row of a run: who owns it, and how many requests of others wait in its inbox."""
+
+    run_id: str
+    owner: str | None
+    token: int
+    inbox: int
+    note: str | None
+    """A divergence that a program met; it proves nothing and goes with the next entry or claim."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What somebody who is not the owner asks of a run, in the order in which it came."""
+
+    id: int
+    kind: str
+    payload: bytes
+    who: str
+    at: float
+
+
+class Summary(NamedTuple):
+    """What a listing needs of one run, without reading all of it."""
+
+    head: Head
+    first: Row
+    last: Row
+
+
+class Store(Protocol):
+    """One ledger's storage. Thread-safe. Every verb is one transaction; none calls user code."""
+
+    def first_token(self) -> int:
+        """The fencing token that `create` gives: the epoch, times 2**20, plus one. A restored backup begins a new epoch."""
+
+    def create(self, run_id: str, owner: str, lease_seconds: float, secret: bytes, rows: Sequence[Row], at: float) -> Lease | None:
+        """Make a run with its first entries and give it to `owner` with the first token, on stable storage.
+
+        None where a run of that id exists already: nothing is written then.
+        """
+
+    def claim(self, run_id: str, owner: str, lease_seconds: float) -> Lease:
+        """Take a run that nobody holds, whose owner is known to be dead, or whose lease ran out; on stable storage.
+
+        The token goes up whenever the owner changes or a new claim is made; an owner that claims its own live run gets the lease it
+        has, renewed. Raises `RunNotFound`, or `RunOwned` while somebody else holds it.
+        """
+
+    def renew(self, run_id: str, token: int, lease_seconds: float) -> int:
+        """Move the lease's end and return the inbox counter. Raises `LeaseLost` where the token is old."""
+
+    def release(self, run_id: str, token: int) -> None:
+        """Give the run back. Does nothing where the token is old."""
+
+    def append(self, run_id: str, token: int, inbox: int, rows: Sequence[Row], *, synced: bool) -> bool:
+        """Write all rows or none, if the token is the run's token and its inbox counter is still `inbox`.
+
+        True: written, and on stable storage if `synced`. False: the inbox has moved, nothing is written. Raises `LeaseLost` where the
+        token is old. After a failure in which nothing is known the store looks the rows up before it answers.
+        """
+
+    def read(self, run_id: str, after: int = 0) -> list[Row]:
+        """The entries of a run with `seq > after`, in order; [] where there is none."""
+
+    def head(self, run_id: str) -> Head | None:
+        """The run's head, or None where there is no such run."""
+
+    def secret(self, run_id: str) -> bytes:
+        """The run's secret; empty where it was erased."""
+
+    def summaries(self, run_id: str | None = None) -> Iterator[Summary]:
+        """One summary per run, oldest first; of one run where `run_id` is given. Reads in pages, holds no transaction in between."""
+
+    def post(self, run_id: str, kind: str, payload: bytes, who: str, at: float) -> int:
+        """Put a request into a run's inbox and return its id, which is the new inbox counter. Raises `RunNotFound`."""
+
+    def inbox(self, run_id: str, after: int) -> list[Request]:
+        """The requests with `id > after`, in order."""
+
+    def annotate(self, run_id: str, token: int, note: str | None) -> None:
+        """Set the head's note, where the token is the run's."""
+
+    def check(self) -> Iterable[str]:
+        """What the storage itself knows to be wrong with it, one sentence each; nothing where it is sound."""
+
+    def close(self) -> None:
+        """Give back every run this store claimed and let go of the storage. Calling it again does nothing."""

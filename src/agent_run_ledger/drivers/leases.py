@@ -1,0 +1,263 @@
+"""Which runs this ledger holds: claims, renewals from a thread of their own, and what happens when a lease is lost."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Callable
+from types import TracebackType
+
+from agent_run_ledger.contract import Clock, Store
+from agent_run_ledger.engine.history import History
+from agent_run_ledger.engine.live import LiveRun
+from agent_run_ledger.errors import LeaseLost, RunNotFound, RunOwned, StoreError
+from agent_run_ledger.model import RunState
+from agent_run_ledger.rules.loops import Rule
+
+_POLL_SECONDS = 0.05
+_KEPT = 10_000
+"""Beyond so many runs in memory, those that have ended are let go."""
+
+
+class HeldRun(LiveRun):
+    """A run with its lock and its lease. `is_held` says whether this ledger may append to it, as far as it knows."""
+
+    def __init__(self, history: History, limit: int, undeclared: str) -> None:
+        super().__init__(history, 0, limit, undeclared)
+        self.lock = threading.RLock()
+        self.is_held = False
+        self.expires = 0.0
+        """When the lease ends, in seconds of the ledger's elapsed clock."""
+        self.pins = 0
+        """How many calls on the stack (a pipeline, an open run, a wait) want the lease kept."""
+        self.is_touched = False
+        """Whether the run was used since the last heartbeat."""
+        self.is_settled = False
+        """Whether the run has ended and its end is known here: there is nothing to claim and nothing more to read."""
+
+    def __enter__(self) -> None:
+        with self.lock:
+            self.pins += 1
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        with self.lock:
+            self.pins -= 1
+
+    def restart(self) -> None:
+        super().restart()
+        self.is_settled = False
+
+    def slim(self) -> None:
+        """Keep of an ended run only how it ended, for a program that still calls; its steps are read again when asked for."""
+        ended = History(self.run_id, self.history.secret)
+        ended.state, ended.cause, ended.result_digest = self.history.state, self.history.cause, self.history.result_digest
+        self.history = ended
+        self.is_settled = True
+
+
+class Leases:
+    """The runs of one ledger object. One object is one owner, whatever threads use it."""
+
+    def __init__(
+        self,
+        store: Store,
+        clock: Clock,
+        label: str,
+        lease_seconds: float,
+        heartbeat_seconds: float,
+        limit: int,
+        undeclared: str,
+        rule: Callable[[], Rule],
+    ) -> None:
+        self._store = store
+        self._clock = clock
+        self._label = label
+        self._lease_seconds = lease_seconds
+        self._heartbeat_seconds = heartbeat_seconds
+        self._limit = limit
+        self._undeclared = undeclared
+        self._rule = rule
+        self._forget()
+        _alive.add(self)
+
+    def _forget(self) -> None:
+        """Be a new owner of nothing: at the start, and in a forked child, whose parent keeps what it holds."""
+        self.owner = f"{self._label}-{os.urandom(6).hex()}"
+        self._lock = threading.Lock()
+        self._runs: dict[str, HeldRun] = {}
+        self._thread: threading.Thread | None = None
+        self._stop = threading.Event()
+
+    def run(self, run_id: str) -> HeldRun:
+        """The run in this ledger's memory; not yet claimed, and perhaps not existing."""
+        run = self._runs.get(run_id)
+        if run is None:
+            with self._lock:
+                if len(self._runs) >= _KEPT:
+                    self._runs = {key: kept for key, kept in self._runs.items() if not kept.is_settled}
+                fresh = HeldRun(History(run_id, b""), self._limit, self._undeclared)
+                run = self._runs.setdefault(run_id, fresh)
+        return run
+
+    def create(self, run_id: str, secret: bytes, build: Callable[[History, int], list[tuple]], at: float) -> HeldRun | None:
+        """Make a run with the entries that `build(history, token)` seals, and hold it. None where it exists."""
+        history = History(run_id, secret, self._rule())
+        token = self._store.first_token()
+        sealed = build(history, token)
+        expires = self._clock.elapsed() + self._lease_seconds
+        rows = [row for row, _ in sealed]
+        if self._store.create(run_id, self.owner, self._lease_seconds, secret, rows, at) is None:
+            return None
+        run = self.run(run_id)
+        with run.lock:
+            run.history = history
+            run.absorb(sealed)
+            self._took(run, token, expires)
+        return run
+
+    def hold(self, run: HeldRun) -> None:
+        """Make sure that the run is held and known up to its last entry. Call under its lock.
+
+        An ended run is read and not claimed: nothing can be appended to it. Raises `RunNotFound` and `RunOwned`.
+        """
+        run.is_touched = True
+        if run.is_held:
+            if self._clock.elapsed() < run.expires:
+                return
+            try:
+                self.renew(run, run.token)
+                return
+            except LeaseLost:
+                pass  # somebody has it, or had it: claim it like anybody
+        elif run.is_settled:
+            return
+        run.history = self._read(run.run_id)
+        run.is_settled = run.history.state.is_terminal
+        if run.is_settled or run.history.state is RunState.QUARANTINE:
+            return
+        expires = self._clock.elapsed() + self._lease_seconds
+        lease = self._store.claim(run.run_id, self.owner, self._lease_seconds)
+        if self._store.read(run.run_id, after=run.history.size):  # its last owner wrote on until just now
+            run.history = self._read(run.run_id)
+        self._took(run, lease.token, expires)
+
+    def _read(self, run_id: str) -> History:
+        rows = self._store.read(run_id)
+        if not rows:
+            raise RunNotFound(run_id)
+        return History.read(run_id, self._store.secret(run_id), rows, self._rule())
+
+    def _took(self, run: HeldRun, token: int, expires: float) -> None:
+        run.token = token
+        run.expires = expires
+        run.is_held = True
+        run.in_flight = None
+        run.owed = []
+        run.requests = []
+        run.inbox = run.history.honoured
+        if run.interrupted is not None and run.history.positions[run.interrupted].outcome is not None:
+            run.interrupted = None  # whoever held the run in between has settled it
+        if self._thread is None:
+            self._start()
+
+    def await_claim(self, run: HeldRun, wait_seconds: float | None) -> None:
+        """Hold the run, waiting up to `wait_seconds` for another owner to let go of it."""
+        deadline = self._clock.elapsed() + (wait_seconds or 0.0)
+        while True:
+            try:
+                with run.lock:
+                    return self.hold(run)
+            except RunOwned:
+                if self._clock.elapsed() >= deadline:
+                    raise
+            self._clock.sleep(_POLL_SECONDS)
+
+    def renew(self, run: HeldRun, token: int) -> None:
+        """Move the lease's end. Raises `LeaseLost` where the run was taken over; it is not held here any more then."""
+        with run.lock:
+            expires = self._clock.elapsed() + self._lease_seconds
+            if not run.is_held or run.token != token:
+                raise LeaseLost(run.run_id, token)
+            try:
+                inbox = self._store.renew(run.run_id, token, self._lease_seconds)
+            except (LeaseLost, RunNotFound):
+                self.lost(run)
+                raise LeaseLost(run.run_id, token) from None
+            run.expires = expires
+            if inbox != run.inbox:
+                self.fetch_requests(run)
+
+    def fetch_requests(self, run: HeldRun) -> None:
+        """Read what others ask of the run; the next append answers it."""
+        run.requests = self._store.inbox(run.run_id, after=run.history.honoured)
+        if run.requests:
+            run.inbox = run.requests[-1].id
+
+    def lost(self, run: HeldRun) -> None:
+        """Somebody else has the run. What was in flight is the new owner's to settle."""
+        run.is_held = False
+        run.in_flight = None
+        run.owed = []
+
+    def give_back(self, run: HeldRun, note: str | None = None) -> None:
+        """Let go of the run, so that anybody may claim it at once."""
+        with run.lock:
+            if run.is_held:
+                if note is not None:
+                    self._store.annotate(run.run_id, run.token, note)
+                self._store.release(run.run_id, run.token)
+                run.is_held = False
+                if run.history.state.is_terminal:
+                    run.slim()
+
+    def close(self) -> None:
+        """Let go of everything. The store gives the leases back as it closes."""
+        _alive.discard(self)
+        self._stop.set()
+        for run in list(self._runs.values()):
+            with run.lock:
+                run.is_held = False
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+        self._store.close()
+
+    # --- heartbeat ----------------------------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        with self._lock:
+            if self._thread is None:
+                arguments = (weakref.ref(self), self._stop, self._heartbeat_seconds)
+                self._thread = threading.Thread(target=_beat, args=arguments, name="agent-run-ledger", daemon=True)
+                self._thread.start()
+
+    def beat(self) -> None:
+        """Renew every lease that is in use: a step in flight, a call on the stack, or a step since the last beat."""
+        for run in list(self._runs.values()):
+            with run.lock:
+                if run.is_held and (run.in_flight is not None or run.pins or run.is_touched):
+                    run.is_touched = False
+                    try:
+                        self.renew(run, run.token)
+                    except (LeaseLost, StoreError):
+                        continue  # a lost lease stops the run's next write; a store in trouble is tried again at the next beat
+
+
+def _beat(leases: weakref.ref[Leases], stop: threading.Event, seconds: float) -> None:
+    while not stop.wait(seconds):
+        alive = leases()
+        if alive is None:
+            return
+        alive.beat()
+        del alive
+
+
+_alive: weakref.WeakSet[Leases] = weakref.WeakSet()
+
+
+def _in_child() -> None:
+    for leases in list(_alive):
+        leases._forget()
+
+
+os.register_at_fork(after_in_child=_in_child)

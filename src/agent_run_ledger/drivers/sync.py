@@ -1,0 +1,136 @@
+"""The synchronous driver: performs what a flow asks for, in the caller's thread."""
+
+from __future__ import annotations
+
+import random
+import sys
+import warnings
+from typing import Any, TypeVar, cast
+
+from agent_run_ledger.contract import Clock, Row, Store
+from agent_run_ledger.drivers.context import StepContext, step_variable
+from agent_run_ledger.drivers.leases import HeldRun, Leases
+from agent_run_ledger.engine.commit import prepare
+from agent_run_ledger.engine.effects import Commit, Effect, Flow, GiveBack, Invoke, Moment, Result, Wait, Warn
+from agent_run_ledger.errors import LeaseLost, StoreError
+
+T = TypeVar("T")
+
+
+class SyncDriver:
+    """Obeys flows. Many threads may use one driver; what depends on a run is done under that run's lock."""
+
+    def __init__(self, store: Store, clock: Clock, leases: Leases, durability: str) -> None:
+        self._store = store
+        self._clock = clock
+        self._leases = leases
+        self._synced = durability == "full"
+        self._warned: set[str] = set()
+
+    def obey(self, flow: Flow[T]) -> T:
+        """Perform the flow's effects one after the other; return what it returns, raise what it raises."""
+        answer: Any = None
+        error: BaseException | None = None
+        while True:
+            try:
+                effect = flow.send(answer) if error is None else flow.throw(error)
+            except StopIteration as stop:
+                return cast(T, stop.value)
+            finally:
+                error = None
+            try:
+                answer = self.perform(effect)
+            except BaseException as raised:
+                error = raised
+
+    def perform(self, effect: Effect) -> Any:
+        """Perform one effect and answer it. A test overrides this to stop at every effect, as a crash would."""
+        match effect:
+            case Commit():
+                return self._commit(effect)
+            case Invoke():
+                return self._invoke(effect)
+            case Wait():
+                return self._wait(effect)
+            case GiveBack():
+                return self._leases.give_back(cast(HeldRun, effect.run), effect.note)
+            case Warn():
+                return self._warn(effect)
+
+    def _commit(self, effect: Commit) -> Any:
+        run = cast(HeldRun, effect.run)
+        with run.lock:
+            if effect.token is None:
+                self._leases.hold(run)
+            elif effect.token != run.token or not run.is_held:
+                raise LeaseLost(run.run_id, effect.token)
+            while run.owed:
+                if self._append(run, run.owed, synced=True):
+                    run.owed = []
+            while True:
+                plan, sealed = prepare(run, effect.decide, Moment(self._clock.now(), random.random()))  # noqa: S311 - jitter
+                if not sealed or self._append(run, sealed, self._synced if plan.synced is None else plan.synced):
+                    break
+        if plan.error is not None:
+            raise plan.error
+        return plan.answer
+
+    def _append(self, run: HeldRun, sealed: list[tuple[Row, dict[str, Any]]], synced: bool) -> bool:
+        """Append and take in; False where somebody has asked something of the run meanwhile, so decide again."""
+        try:
+            written = self._store.append(run.run_id, run.token, run.inbox, [row for row, _ in sealed], synced=synced)
+        except LeaseLost:
+            self._leases.lost(run)
+            raise
+        except StoreError:
+            if any(row.kind == "outcome" for row, _ in sealed):
+                run.owed = sealed
+                run.in_flight = None
+            raise
+        if written:
+            run.absorb(sealed)
+        else:
+            self._leases.fetch_requests(run)
+        return written
+
+    def _invoke(self, effect: Invoke) -> Result:
+        run = cast(HeldRun, effect.run)
+        if self._clock.elapsed() >= run.expires:  # the process may have been stopped since the intent was written
+            self._leases.renew(run, run.token)
+        if run.replayed:
+            self._tell_replayed(run)
+        token = step_variable.set(StepContext(self._leases, run, effect.step))
+        try:
+            value = effect.function(**effect.arguments)
+        except BaseException as error:
+            return Result(None, error)
+        finally:
+            step_variable.reset(token)
+        if hasattr(value, "__await__"):
+            if hasattr(value, "close"):
+                value.close()
+            return Result(None, TypeError(f"{effect.step.tool!r} returned an awaitable: a synchronous run cannot await it"))
+        return Result(value, None)
+
+    def _wait(self, effect: Wait) -> None:
+        run = cast(HeldRun, effect.run)
+        with run:
+            end = self._clock.elapsed() + effect.until - self._clock.now()
+            while (left := end - self._clock.elapsed()) > 0 and not run.requests:
+                self._clock.sleep(min(left, 1.0))
+
+    def _warn(self, effect: Warn) -> None:
+        if effect.text not in self._warned:
+            self._warned.add(effect.text)
+            warnings.warn(effect.text, effect.category, stacklevel=6)
+
+    @staticmethod
+    def _tell_replayed(run: HeldRun) -> None:
+        """One INFO line a resume, for programs that log; `logging` is not imported for those that do not."""
+        logging = sys.modules.get("logging")
+        if logging is not None:
+            logging.getLogger("agent_run_ledger").info(
+                "run %s: replayed %d recorded steps of a run begun at Unix time %.0f", run.run_id, run.replayed,
+                run.history.created_at,
+            )  # fmt: skip
+        run.replayed = 0

@@ -1,0 +1,160 @@
+"""Recompute a run from its entries and payloads, and name everything that does not agree."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from agent_run_ledger import merkle
+from agent_run_ledger.contract import Head, Row
+from agent_run_ledger.engine.history import History
+from agent_run_ledger.model import Event, Finding, RunState
+from agent_run_ledger.rules import canonical, digests
+from agent_run_ledger.rules.lifecycle import DELTA
+
+_NO_MOVE = {"created", "value", "redispatched_undeclared"}
+_EVENTS = {
+    "intent": {Event.START_STEP},
+    "outcome": {Event.STEP_SUCCESS, Event.STEP_ERROR, Event.WAIT},
+    "refused": {Event.LOOP_DETECTED, Event.LOOP_SUSPECTED, Event.BUDGET_EXHAUSTED},
+    "exhausted": {Event.BUDGET_EXHAUSTED},
+    "parked": {Event.WAIT},
+    "finished": {Event.FINISH},
+    "aborted": {Event.ABORT},
+    "cancelled": {Event.CANCEL},
+}
+
+
+def audit(run_id: str, head: Head | None, secret: bytes, rows: Sequence[Row]) -> list[Finding]:
+    """Every finding of one run, in log order: sequence, leaves, roots, columns, digests, keys, lifecycle, fencing, head.
+
+    An erased payload is no finding, its digest in the body still stands. A bare database proves only that it agrees with itself.
+    """
+    auditor = _Auditor(run_id, secret)
+    for row in rows:
+        auditor.entry(row)
+    auditor.head(head)
+    return auditor.findings
+
+
+class _Auditor:
+    def __init__(self, run_id: str, secret: bytes) -> None:
+        self.run_id = run_id
+        self.secret = secret
+        self.findings: list[Finding] = []
+        self.size = 0
+        self.frontier: list[bytes] = []
+        self.state = RunState.PENDING
+        self.token = 0
+        self.steps = 0
+        self.refused = 0
+        self.seen: set[tuple[str | None, int | None, str]] = set()
+        self.history = History(run_id, secret)
+        """The fold that everybody else reads runs with; an entry that it cannot take is a finding."""
+
+    def found(self, seq: int | None, code: str, message: str) -> None:
+        self.findings.append(Finding(self.run_id, seq, code, message))
+
+    def entry(self, row: Row) -> None:
+        if row.seq != self.size + 1:
+            missing = f"entries {self.size + 1} to {row.seq - 1} are missing" if row.seq > self.size + 1 else "out of order"
+            self.found(row.seq, "sequence", f"expected entry {self.size + 1}, found entry {row.seq}: {missing}")
+        self.frontier, roots = merkle.append(self.frontier, self.size, merkle.leaf_hash(row.body))
+        if roots != row.roots:
+            which = "leaf" if roots[:32] != row.roots[:32] else "subtree roots"
+            self.found(row.seq, "root", f"the stored {which} are {row.roots.hex()}, the bodies give {roots.hex()}")
+        self.size = max(row.seq, self.size + 1)
+        try:
+            body = json.loads(row.body)
+            if not isinstance(body, dict):
+                raise ValueError("not an object")
+        except ValueError as error:
+            self.found(row.seq, "body", f"the body is no JSON object: {error}")
+            return
+        self.columns(row, body)
+        self.payload(row, body)
+        self.moves(row, body)
+        try:
+            self.history.absorb(row, body)
+        except (KeyError, ValueError, TypeError, AttributeError, AssertionError) as error:
+            self.found(row.seq, "body", f"the entry does not fit the log before it ({type(error).__name__}: {error})")
+
+    def columns(self, row: Row, body: dict[str, Any]) -> None:
+        given = {
+            "run": self.run_id, "seq": row.seq, "kind": row.kind, "position": row.position, "attempt": row.attempt,
+        }  # fmt: skip
+        for name, value in given.items():
+            if body.get(name) != value:
+                self.found(row.seq, "column", f"{name}: the row says {value!r}, the hashed body {body.get(name)!r}")
+        key = (row.position, row.attempt, row.kind)
+        if row.position is not None and row.attempt is not None and row.kind in ("intent", "outcome"):
+            if key in self.seen:
+                self.found(row.seq, "twice", f"a second {row.kind} of position {row.position}, attempt {row.attempt}")
+            self.seen.add(key)
+
+    def payload(self, row: Row, body: dict[str, Any]) -> None:
+        if "payload" not in body:
+            if row.payload is not None or row.digest is not None or row.fingerprint is not None:
+                self.found(row.seq, "payload", "there is a payload, digest or fingerprint where the hashed body names none")
+            return
+        if row.payload is None:
+            if row.digest is not None:
+                self.found(row.seq, "payload", "the payload is missing although its digest was not erased with it")
+            elif row.fingerprint is not None or row.encoding is not None:
+                self.found(row.seq, "payload", "the payload is erased, and a column that goes with it is not")
+            return
+        if row.encoding is not None:
+            self.found(row.seq, "payload", f"the payload's encoding {row.encoding!r} is not known to this version")
+            return
+        if self.secret and digests.salted(self.secret, row.payload) != body["payload"]:
+            self.found(row.seq, "payload", "the payload is not the one whose salted digest is in the hashed body")
+        if row.digest != digests.plain(row.payload):
+            self.found(row.seq, "digest", "the plain digest is not that of the payload")
+        if row.kind == "intent":
+            if row.fingerprint != digests.fingerprint(str(body.get("tool")), digests.plain(row.payload)):
+                self.found(row.seq, "fingerprint", "the fingerprint is not that of tool and arguments")
+            key = digests.idempotency_key(
+                self.secret, self.run_id, str(row.position), str(body.get("tool")), row.payload
+            )
+            if self.secret and body.get("key") != key:
+                self.found(row.seq, "key", f"the idempotency key is {body.get('key')}, arguments and position give {key}")
+        elif row.fingerprint is not None:
+            self.found(row.seq, "fingerprint", f"an entry of kind {row.kind!r} has no fingerprint")
+        try:
+            canonical.decode(row.payload)
+        except ValueError as error:
+            self.found(row.seq, "payload", f"the payload cannot be decoded: {error}")
+
+    def moves(self, row: Row, body: dict[str, Any]) -> None:
+        state = body.get("state")
+        if row.kind in _NO_MOVE:
+            legal = {self.state}
+        else:
+            reach = DELTA[self.state]
+            legal = {reach[event] for event in _EVENTS.get(row.kind, ()) if event in reach}
+        if state not in legal:
+            after = f"{row.kind!r} after {self.state}"
+            self.found(row.seq, "lifecycle", f"{state} does not follow from {after} by the lifecycle table")
+        if isinstance(state, str) and state in RunState.__members__:
+            self.state = RunState(state)
+        token = body.get("token")
+        if not isinstance(token, int) or token < self.token:
+            self.found(row.seq, "fencing", f"fencing token {token} after {self.token}: tokens never go down")
+        else:
+            self.token = token
+        self.steps += row.kind == "intent" and row.attempt == 1
+        self.refused += row.kind == "refused"
+        if (body.get("steps"), body.get("refused")) != (self.steps, self.refused):
+            self.found(row.seq, "count", f"steps and refusals are {self.steps} and {self.refused}, the body says otherwise")
+
+    def head(self, head: Head | None) -> None:
+        if head is None:
+            self.found(None, "head", "the run has entries and no head")
+            return
+        if self.size == 0:
+            self.found(None, "sequence", "the run has a head and no entries")
+        if head.token < self.token:
+            self.found(None, "fencing", f"the head's fencing token {head.token} is older than the last entry's {self.token}")
+        if head.inbox < self.history.honoured:
+            self.found(None, "head", f"the inbox counter {head.inbox} is lower than the last request in the log")

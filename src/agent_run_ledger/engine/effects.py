@@ -1,0 +1,93 @@
+"""The effects a flow may yield. A driver performs each and answers; every yield is a place at which a process may die."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeVar
+
+from agent_run_ledger.engine.history import StepHistory
+from agent_run_ledger.engine.log import Draft
+from agent_run_ledger.engine.live import LiveRun
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """What a decision may not fetch for itself: the time (Unix seconds) and a random number from [0, 1)."""
+
+    now: float
+    draw: float
+
+
+@dataclass(slots=True)
+class Plan:
+    """What to append, and what to tell the flow once it is appended: `answer`, or `error` raised."""
+
+    drafts: list[Draft] = field(default_factory=list)
+    answer: Any = None
+    error: BaseException | None = None
+    synced: bool | None = None
+    """Whether stable storage is needed before going on; None leaves it to the ledger's durability."""
+
+
+Decision = Callable[[LiveRun, Moment], Plan]
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """Decide on the run as it is under its lock, and append what was decided, in one transaction."""
+
+    run: LiveRun
+    decide: Decision
+    token: int | None = None
+    """Refused with `LeaseLost` unless the run is still held under this token; None: whoever holds it now."""
+
+
+class Result(NamedTuple):
+    """What a function did: it returned `value`, or raised `error`."""
+
+    value: Any
+    error: BaseException | None
+
+
+@dataclass(frozen=True, slots=True)
+class Invoke:
+    """Call the user's function, outside every lock and transaction; the answer is a `Result`, also where it raised.
+
+    Before it is called the driver makes sure that the lease still holds; `LeaseLost` is thrown into the flow where it does not.
+    """
+
+    run: LiveRun
+    step: StepHistory
+    function: Callable[..., Any]
+    arguments: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Come back when the wall clock has reached `until`, or when somebody asks something of the run."""
+
+    run: LiveRun
+    until: float
+
+
+@dataclass(frozen=True, slots=True)
+class GiveBack:
+    """Let go of the run's lease; leave `note` on its head."""
+
+    run: LiveRun
+    note: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Warn:
+    """Tell the caller something that is no error."""
+
+    category: type[Warning]
+    text: str
+
+
+Effect = Commit | Invoke | Wait | GiveBack | Warn
+
+T = TypeVar("T")
+Flow = Generator[Effect, Any, T]

@@ -1,0 +1,208 @@
+"""What a run's log says: a fold over its entries. The same fold reads a stored run and follows a live one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import Any
+
+from agent_run_ledger import merkle
+from agent_run_ledger.contract import Row
+from agent_run_ledger.errors import StoreCorrupt
+from agent_run_ledger.model import RunState
+from agent_run_ledger.rules.loops import OK, Call, Rule
+
+_parse = json.JSONDecoder().decode
+
+
+class Outcome:
+    """How an attempt ended: `ok` is `completed`, `failed`, `cancelled` or `unstorable` (executed, output not storable)."""
+
+    __slots__ = ("at", "body", "digest", "ok", "payload", "retry_at", "seq")
+
+    def __init__(self, row: Row, body: dict[str, Any]) -> None:
+        self.seq = row.seq
+        self.at: float = body["at"]
+        self.ok: str = body["ok"]
+        self.retry_at: float | None = body.get("retry_at")
+        self.payload = row.payload
+        self.digest = row.digest
+        self.body = body
+
+    @property
+    def is_final(self) -> bool:
+        """Whether a rerun hands it out whatever stands behind it: only a plain failure may be tried again."""
+        return self.ok != "failed"
+
+
+class StepHistory:
+    """One step: its first intent, its attempts, and the outcome of the last of them. `outcome` None: in flight or in doubt."""
+
+    __slots__ = (
+        "arguments", "attempts", "attempts_of_code", "created_at", "dependencies", "digest", "effect", "fingerprint",
+        "followed", "input", "key", "kind", "last", "leaf", "left", "number", "outcome", "position", "redispatched", "state", "step_hash",
+        "token", "tool", "version", "wait",
+    )  # fmt: skip
+
+    def __init__(self, row: Row, body: dict[str, Any]) -> None:
+        assert row.position is not None
+        self.position = row.position
+        self.number: int = body["step"]
+        self.tool: str = body["tool"]
+        self.key: str = body["key"]
+        self.input: str = body["payload"]
+        self.dependencies: list[str] = body.get("after", [])
+        self.arguments = row.payload
+        self.digest = row.digest
+        self.fingerprint = row.fingerprint
+        self.leaf = row.roots[:32]
+        self.created_at: float = body["at"]
+        self.attempts = 0
+        self.attempts_of_code = 0
+        self.wait = 0.0
+        self.step_hash = ""
+        self.followed = False
+        self.redispatched = 0
+        """The attempt that was made without knowing what a second dispatch does; 0: none was."""
+        self.outcome: Outcome | None = None
+        self.dispatched(row, body)
+
+    def dispatched(self, row: Row, body: dict[str, Any]) -> None:
+        """An intent: the next attempt of this step is under way. Changed code starts the count of attempts afresh."""
+        self.attempts = body["attempt"]
+        self.attempts_of_code = self.attempts_of_code + 1 if body["hash"] == self.step_hash else 1
+        self.step_hash = body["hash"]
+        self.effect: str | None = body.get("effect")
+        self.left: int = body["left"]
+        self.state: str = body["step_state"]
+        self.token: int = body["token"]
+        self.last = self.version = row.seq
+        self.outcome = None
+
+    def settled(self, row: Row, body: dict[str, Any]) -> None:
+        """An outcome of the attempt under way."""
+        self.outcome = Outcome(row, body)
+        self.wait = body.get("wait", 0.0)
+        self.left = body["left"]
+        self.state = body["step_state"]
+        self.token = body["token"]
+        self.version = row.seq
+
+    def marked(self, row: Row, body: dict[str, Any]) -> None:
+        """Another entry that concerns this step: a park, a dispatch on nobody's word, the end of its attempts."""
+        if row.kind == "redispatched_undeclared":
+            self.redispatched = body["attempt"]
+        self.state = body.get("step_state", self.state)
+        self.token = body["token"]
+        self.version = row.seq
+
+
+class History:
+    """One run as its entries tell it. Nothing is in here that the entries do not say."""
+
+    def __init__(self, run_id: str, secret: bytes, rule: Rule | None = None) -> None:
+        self.run_id = run_id
+        self.secret = secret
+        self.state = RunState.PENDING
+        self.size = 0
+        self.frontier: list[bytes] = []
+        self.steps = 0
+        self.refused = 0
+        self.pipeline = False
+        self.created: bytes | None = None
+        self.created_digest = ""
+        self.created_at = 0.0
+        self.updated_at = 0.0
+        self.token = 0
+        self.result: bytes | None = None
+        self.result_digest = ""
+        self.cause: bytes | None = None
+        self.honoured = 0
+        """The id of the last request that became an entry."""
+        self.positions: dict[str, StepHistory] = {}
+        self.values: dict[str, tuple[dict[str, Any], bytes | None]] = {}
+        self.verdict = OK
+        self.looping: tuple[str, str] | None = None
+        """Tool and input digest of the calls that the verdict is about."""
+        self._rule = rule
+        self._last: StepHistory | None = None
+        """The last step of the run's own branch: a further call there has acted on its outcome."""
+
+    @classmethod
+    def read(cls, run_id: str, secret: bytes, rows: Iterable[Row], rule: Rule | None = None) -> History:
+        """Fold stored entries. Raises `StoreCorrupt` where a body is no body."""
+        history = cls(run_id, secret, rule)
+        for row in rows:
+            try:
+                history.absorb(row, _parse(row.body.decode()))
+            except (ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
+                raise StoreCorrupt(
+                    f"run {run_id!r}, entry {row.seq}: its body cannot be read ({type(error).__name__}: {error}). "
+                    "Nothing was changed; run `agent-run-ledger verify` and restore from a backup."
+                ) from error
+        return history
+
+    def absorb(self, row: Row, body: dict[str, Any]) -> None:
+        """Take one more entry in."""
+        kind = row.kind
+        if kind == "intent":
+            self._intent(row, body)
+        elif kind == "outcome":
+            self._outcome(row, body)
+        elif kind == "created":
+            self.created, self.created_digest = row.payload, body["payload"]
+            self.created_at = body["at"]
+            self.pipeline = body.get("pipeline", False)
+        else:
+            self._other(row, body)
+        closed = len(row.roots) // 32 - 1
+        self.frontier = [*self.frontier[: len(self.frontier) - closed], row.roots[-32:]]
+        self.size = row.seq
+        self.state = RunState(body["state"])
+        self.steps = body["steps"]
+        self.refused = body["refused"]
+        self.updated_at = body["at"]
+        self.token = body["token"]
+
+    def _intent(self, row: Row, body: dict[str, Any]) -> None:
+        self.cause = None
+        step = self.positions.get(row.position or "")
+        if step is not None:
+            step.dispatched(row, body)
+            return
+        self._follow()
+        step = StepHistory(row, body)
+        self.positions[step.position] = step
+        if not self.pipeline:
+            self._last = step
+
+    def _outcome(self, row: Row, body: dict[str, Any]) -> None:
+        step = self.positions[row.position or ""]
+        step.settled(row, body)
+        if self._rule is not None and "retry_at" not in body and not body.get("may_repeat"):
+            outcome = body.get("error_id") or body["payload"]
+            self.verdict = self._rule.observe(Call(step.number, step.tool, step.input, outcome))
+            self.looping = (step.tool, step.input)
+
+    def _other(self, row: Row, body: dict[str, Any]) -> None:
+        kind = row.kind
+        if kind in ("refused", "value"):
+            self._follow()
+        if kind == "value":
+            assert row.position is not None
+            self.values[row.position] = (body, row.payload)
+        elif kind == "finished":
+            self.result, self.result_digest = row.payload, body["payload"]
+        elif kind in ("parked", "refused", "exhausted", "aborted", "cancelled"):
+            self.cause = row.payload
+        if row.position is not None and (step := self.positions.get(row.position)) is not None:
+            step.marked(row, body)
+        self.honoured = body.get("request", self.honoured)
+
+    def _follow(self) -> None:
+        if self._last is not None:
+            self._last.followed = True
+
+    @property
+    def root(self) -> bytes:
+        return merkle.frontier_root(self.frontier)

@@ -1,0 +1,83 @@
+"""Runs and steps as readers see them: records made from what the log says."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from agent_run_ledger.contract import Row, Summary
+from agent_run_ledger.engine.history import History, StepHistory
+from agent_run_ledger.model import RunRecord, RunState, StepRecord
+from agent_run_ledger.rules import canonical, failures
+
+
+def step_records(history: History, *, replayed: bool = False) -> list[StepRecord]:
+    """One record a step, in the order of their first intents."""
+    return [_step_record(history.run_id, step, replayed) for step in history.positions.values()]
+
+
+def _step_record(run_id: str, step: StepHistory, replayed: bool) -> StepRecord:
+    outcome = step.outcome
+    completed = outcome is not None and outcome.ok == "completed"
+    error = None
+    if outcome is not None and not completed and outcome.payload is not None:
+        error = failures.text(canonical.decode(outcome.payload))
+    return StepRecord(
+        step_id=f"step_{step.leaf[:10].hex()}",
+        run_id=run_id,
+        step_number=step.number,
+        tool_name=step.tool,
+        arguments_json=_text(step.arguments),
+        state=step.state,
+        output_json=_text(outcome.payload) if outcome is not None and completed else None,
+        error_message=error,
+        fingerprint=step.fingerprint.hex() if step.fingerprint else "",
+        created_at=step.created_at,
+        completed_at=outcome.at if outcome is not None else None,
+        state_version=step.version,
+        idempotency_key=step.key,
+        input_digest=step.digest.hex() if step.digest else "",
+        output_digest=outcome.digest.hex() if outcome is not None and completed and outcome.digest else None,
+        retry_budget_remaining=step.left,
+        fencing_token=step.token,
+        position=step.position,
+        attempts=step.attempts,
+        effect=step.effect,
+        replayed=replayed,
+    )
+
+
+def run_record(summary: Summary) -> RunRecord:
+    """A run from its head and its first and last entry."""
+    head, first, last = summary
+    begun, stands = json.loads(first.body), json.loads(last.body)
+    diverged = head.note is not None and not RunState(stands["state"]).is_terminal
+    return RunRecord(
+        run_id=head.run_id,
+        goal=_decoded(first)["goal"] if first.payload is not None else None,
+        status=RunState.BLOCKED if diverged else stands["state"],
+        total_steps=stands["steps"],
+        created_at=begun["at"],
+        updated_at=stands["at"],
+        owner=head.owner,
+        fencing_token=head.token,
+        result=_decoded(last) if last.kind == "finished" else None,
+        cause=head.note if diverged else _cause(last),
+    )
+
+
+def _cause(last: Row) -> str | None:
+    if last.kind not in ("parked", "refused", "exhausted", "aborted", "cancelled") or last.payload is None:
+        return None
+    reason: str = _decoded(last)["reason"]
+    return reason
+
+
+def _decoded(row: Row) -> Any:
+    return canonical.decode(row.payload) if row.payload is not None and row.encoding is None else None
+
+
+def _text(payload: bytes | None) -> str | None:
+    return payload.decode() if payload is not None else None
+
+

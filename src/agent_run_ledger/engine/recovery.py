@@ -1,0 +1,98 @@
+"""What may be done about steps whose outcome is not known or not acted upon: DESIGN's table of effects, as one function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from agent_run_ledger.engine.history import StepHistory
+from agent_run_ledger.model import Effect, Receipt
+
+DEFAULT_ATTEMPTS = 4
+"""Dispatches of one step over crashes and reruns, where its tool has no retry policy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Declaration:
+    """What a tool says about itself, as far as recovery is concerned."""
+
+    effect: Effect | None = None
+    max_attempts: int = DEFAULT_ATTEMPTS
+    has_receipt: bool = False
+    key_window: float | None = None
+    """Seconds for which the receiver remembers an idempotency key; None: for ever."""
+    blocks_undeclared: bool = False
+    step_hash: str | None = None
+    """The hash that the next attempt would have; another one than the last attempt's counts attempts afresh."""
+
+
+UNDECLARED = Declaration()
+
+ActionKind = Literal["dispatch", "dispatch_undeclared", "ask", "record", "wait", "park", "dead_letter"]
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One thing to do about one step, and why."""
+
+    kind: ActionKind
+    position: str
+    reason: str
+    not_before: float | None = None
+    """Unix seconds before which a retry may not start."""
+
+
+def plan_recovery(
+    steps: Iterable[StepHistory],
+    declarations: Mapping[str, Declaration],
+    receipts: Mapping[str, Receipt],
+    now: float,
+) -> list[Action]:
+    """One action per unsettled step, in log order.
+
+    `declarations` are by tool name, `receipts` by position (what the outside world answered, where it was asked), `now` is Unix
+    seconds. A step with a final outcome, or with a failure that something follows, needs nothing and gets no action.
+    """
+    actions = []
+    for step in steps:
+        declared = declarations.get(step.tool, UNDECLARED)
+        if step.outcome is None:
+            actions.append(_in_doubt(step, declared, receipts.get(step.position), now))
+        elif not (step.outcome.is_final or step.followed):
+            actions.append(_again(step, declared, "its failure was not acted upon", step.outcome.retry_at))
+    return actions
+
+
+def _in_doubt(step: StepHistory, declared: Declaration, receipt: Receipt | None, now: float) -> Action:
+    effect = declared.effect or (Effect(step.effect) if step.effect else None)
+    if effect is Effect.READ:
+        return _again(step, declared, "it has no side effect")
+    if effect is None:
+        if declared.blocks_undeclared:
+            return Action("park", step.position, "its tool declares no effect, and undeclared steps are not dispatched again")
+        again = _again(step, declared, "its tool declares no effect")
+        return again if again.kind == "dead_letter" else Action("dispatch_undeclared", step.position, again.reason)
+    if effect is Effect.IDEMPOTENT:
+        if declared.key_window is None or now - step.created_at <= declared.key_window:
+            return _again(step, declared, "the receiver deduplicates on its idempotency key")
+        why = "the receiver has forgotten its idempotency key"
+    else:
+        why = "its tool changes something each time it runs"
+    if not declared.has_receipt:
+        return Action("park", step.position, f"{why}, and nobody can be asked whether it took effect")
+    if receipt is None:
+        return Action("ask", step.position, why)
+    if receipt.verdict == "found":
+        return Action("record", step.position, "the receiver has seen its idempotency key")
+    if receipt.verdict == "absent":
+        return _again(step, declared, "the receiver has never seen its idempotency key")
+    return Action("wait", step.position, f"the receiver could not say: {receipt.reason}")
+
+
+def _again(step: StepHistory, declared: Declaration, why: str, not_before: float | None = None) -> Action:
+    changed = declared.step_hash is not None and declared.step_hash != step.step_hash
+    used = 0 if changed else step.attempts_of_code
+    if used >= declared.max_attempts:
+        return Action("dead_letter", step.position, f"it was dispatched {used} times without a result")
+    return Action("dispatch", step.position, why, not_before)

@@ -1,0 +1,169 @@
+"""The decisions that concern a whole run: making it, finishing it, parking it, ending it, and recorded values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from agent_run_ledger.contract import Request
+from agent_run_ledger.engine.effects import Commit, Flow, GiveBack, Moment, Plan
+from agent_run_ledger.engine.history import History
+from agent_run_ledger.engine.log import Draft
+from agent_run_ledger.engine.live import LiveRun
+from agent_run_ledger.engine.steps import cause_of, left_in_doubt
+from agent_run_ledger.errors import (
+    BudgetExceededException,
+    ReplayDivergence,
+    RunClosed,
+    RunInputMismatch,
+    UnorderedStep,
+)
+from agent_run_ledger.model import Event, RunState
+from agent_run_ledger.rules import budget, canonical, digests, failures
+
+
+def created(goal: str, given: Any, *, pipeline: bool, limit: int) -> Draft:
+    """The first entry: what the run is for, and what it was given."""
+    fields = {"pipeline": True} if pipeline else {}
+    return Draft("created", None, fields, canonical.encode({"goal": goal, "input": given}, limit=limit, what="the input"))
+
+
+def check_same(history: History, draft: Draft) -> None:
+    """Raises `RunInputMismatch` where the run was created with another goal or input."""
+    assert draft.payload is not None
+    if history.created_digest == digests.salted(history.secret, draft.payload):
+        return
+    what = "goal or input"
+    if history.created is not None:
+        recorded, asked = canonical.decode(history.created), canonical.decode(draft.payload)
+        what = "goal" if recorded["goal"] != asked["goal"] else "input"
+    raise RunInputMismatch(history.run_id, what)
+
+
+def skip_recorded(run: LiveRun) -> None:
+    """Put the program behind every position that has an outcome. It is handed failures too, so what follows acts on them."""
+    history = run.history
+    while (position := str(run.cursor)) in history.values or position in history.positions:
+        step = history.positions.get(position)
+        if step is not None:
+            if step.outcome is None or step.outcome.retry_at is not None:
+                return
+            run.replayed += 1
+        run.advance(position)
+
+
+def check_wiring(run: LiveRun, wiring: Mapping[str, tuple[str, ...]]) -> Flow[None]:
+    """Raises `ReplayDivergence` where a recorded step of a pipeline is missing or depends on other steps now."""
+    try:
+        yield Commit(run, partial(_check_wiring, wiring))
+    except ReplayDivergence as divergence:
+        yield GiveBack(run, str(divergence))
+        raise
+
+
+def _check_wiring(wiring: Mapping[str, tuple[str, ...]], run: LiveRun, moment: Moment) -> Plan:
+    for step in run.history.positions.values():
+        recorded = f"step {step.position!r} after {step.dependencies}"
+        if step.position not in wiring:
+            return Plan(error=ReplayDivergence(run.run_id, step.position, recorded, "a pipeline without that step"))
+        if list(wiring[step.position]) != step.dependencies:
+            asked = f"it after {list(wiring[step.position])}"
+            return Plan(error=ReplayDivergence(run.run_id, step.position, recorded, asked))
+    return Plan()
+
+
+def finish(run: LiveRun, result: bytes) -> Flow[None]:
+    """Complete the run. A completed run with an equal result is left as it is."""
+    yield Commit(run, partial(_finish, result))
+    yield GiveBack(run)
+
+
+def _finish(result: bytes, run: LiveRun, moment: Moment) -> Plan:
+    history = run.history
+    if history.state is RunState.COMPLETED and history.result_digest == digests.salted(history.secret, result):
+        return Plan()
+    if history.state.is_terminal or history.state is RunState.QUARANTINE:
+        return Plan(error=RunClosed(run.run_id, history.state, cause_of(history.cause)))
+    if run.in_flight is not None:
+        return Plan(error=UnorderedStep(run.run_id, "finish_run", run.in_flight.tool))
+    if _is_cancelled(run):
+        return Plan(error=RunClosed(run.run_id, RunState.CANCELLED))
+    drafts: list[Draft] = []
+    if (left := left_in_doubt(run)) is not None:
+        if left.error is not None:
+            return left
+        drafts += left.drafts
+    drafts.append(Draft("finished", Event.FINISH, {}, result))
+    return Plan(drafts, synced=True)
+
+
+def park(run: LiveRun, error: BaseException) -> Flow[None]:
+    """An exception left the program: the run stands, with its cause, until the program is run again."""
+    yield Commit(run, partial(_park, failures.describe(error)))
+    yield GiveBack(run)
+
+
+def _park(described: dict[str, Any], run: LiveRun, moment: Moment) -> Plan:
+    state = run.history.state
+    if state.is_terminal or state is RunState.QUARANTINE:
+        return Plan()
+    payload = canonical.encode({"reason": failures.text(described), "error": described})
+    return Plan([Draft("parked", Event.WAIT, {}, payload)])
+
+
+def abort(run: LiveRun, reason: str) -> Flow[None]:
+    """End the run as FAILED."""
+    draft = Draft("aborted", Event.ABORT, {}, canonical.encode({"reason": reason}))
+    yield Commit(run, lambda run, moment: Plan([draft], synced=True))
+    yield GiveBack(run)
+
+
+def honour(request: Request) -> Draft:
+    """The entry that answers a request of somebody else."""
+    if request.kind != "cancel":
+        raise ValueError(f"no entry answers a request of kind {request.kind!r}")
+    return Draft("cancelled", Event.CANCEL, {"request": request.id}, request.payload)
+
+
+def cancellation(by: str, reason: str) -> bytes:
+    """The payload of a request to cancel: who asks, and why."""
+    return canonical.encode({"reason": reason or f"cancelled by {by}", "by": by})
+
+
+def cancel(run: LiveRun, payload: bytes) -> Flow[None]:
+    """End the run as CANCELLED, by its owner's own hand."""
+    yield Commit(run, lambda run, moment: Plan([Draft("cancelled", Event.CANCEL, {}, payload)], synced=True))
+    yield GiveBack(run)
+
+
+def value(run: LiveRun, name: str, fresh: Any) -> Flow[Any]:
+    """A value that the program may not make twice: `fresh` the first time, what was recorded ever after."""
+    return (yield Commit(run, partial(_value, name, fresh)))
+
+
+def _value(name: str, fresh: Any, run: LiveRun, moment: Moment) -> Plan:
+    history, position = run.history, str(run.cursor)
+    if history.state is RunState.QUARANTINE or (history.state.is_terminal and history.state is not RunState.COMPLETED):
+        return Plan(error=RunClosed(run.run_id, history.state, cause_of(history.cause)))
+    if run.in_flight is not None:
+        return Plan(error=UnorderedStep(run.run_id, f"run.{name}()", run.in_flight.tool))
+    if (step := history.positions.get(position)) is not None:
+        return Plan(error=ReplayDivergence(run.run_id, position, repr(step.tool), f"run.{name}()"))
+    if position in history.values:
+        body, payload = history.values[position]
+        if body["name"] != name:
+            return Plan(error=ReplayDivergence(run.run_id, position, f"run.{body['name']}()", f"run.{name}()"))
+        run.advance(position)
+        return Plan(answer=canonical.decode(payload) if payload is not None else None)
+    if history.state.is_terminal or _is_cancelled(run):
+        return Plan(error=RunClosed(run.run_id, RunState.CANCELLED if _is_cancelled(run) else history.state))
+    reason = budget.exhausted(run.limit + 1, history.steps, history.refused, history.size)
+    if reason is not None:
+        refusal = Draft("refused", Event.BUDGET_EXHAUSTED, {"rule": "budget"}, canonical.encode({"reason": reason}), position)
+        return Plan([refusal], error=BudgetExceededException(run.run_id, reason), synced=True)
+    return Plan([Draft("value", None, {"name": name}, canonical.encode(fresh), position)], answer=fresh)
+
+
+def _is_cancelled(run: LiveRun) -> bool:
+    return any(request.kind == "cancel" for request in run.requests)

@@ -1,0 +1,325 @@
+"""Every error a user can meet. Each says what happened, what was and was not done, and what to do next."""
+
+from __future__ import annotations
+
+
+class LedgerError(Exception):
+    """Root of all errors of this library: catch it to catch them all."""
+
+
+# --- runs -------------------------------------------------------------------------------------------------------------
+
+
+class RunNotFound(LedgerError, ValueError):
+    """No run has this id in this ledger. Nothing was written. Check the id and the database path."""
+
+    def __init__(self, run_id: str) -> None:
+        super().__init__(
+            f"there is no run {run_id!r} in this ledger; nothing was written. Check the id and the database path."
+        )
+        self.run_id = run_id
+
+
+class RunClosed(LedgerError, RuntimeError):
+    """The run has ended or is quarantined: it takes no further step. Nothing was dispatched and nothing was written."""
+
+    def __init__(self, run_id: str, status: str, cause: str | None = None) -> None:
+        because = f" ({cause})" if cause else ""
+        super().__init__(
+            f"run {run_id!r} is {status}{because}: nothing was dispatched and nothing was written. "
+            "Start a new run, or look at this one with `agent-run-ledger show`."
+        )
+        self.run_id = run_id
+        self.status = status
+        self.cause = cause
+
+
+class RunOwned(LedgerError):
+    """Another owner works on this run. Nothing was done. Wait until it ends, detaches, dies, or its lease runs out."""
+
+    def __init__(self, run_id: str, owner: str, idle_seconds: float) -> None:
+        super().__init__(
+            f"run {run_id!r} is owned by {owner!r}, last heard of {idle_seconds:.1f} s ago; nothing was done. "
+            "It is free as soon as that owner detaches, closes its ledger or dies, or when its lease runs out."
+        )
+        self.run_id = run_id
+        self.owner = owner
+        self.idle_seconds = idle_seconds
+
+
+class LeaseLost(LedgerError):
+    """Another owner has taken this run over, so this write was refused in its own transaction.
+
+    What the step did in the outside world has happened; the new owner settles it. The next call here reads the run anew.
+    """
+
+    def __init__(self, run_id: str, token: int) -> None:
+        super().__init__(
+            f"run {run_id!r} was taken over by another owner (our fencing token {token} is old): this write was refused "
+            "and nothing more is started here. The new owner settles what was in flight; the next call reads the run anew."
+        )
+        self.run_id = run_id
+        self.token = token
+
+
+class RunInputMismatch(LedgerError):
+    """This run id was created with another goal or input. Nothing was written. Use a new run id, or the old input."""
+
+    def __init__(self, run_id: str, what: str) -> None:
+        super().__init__(
+            f"run {run_id!r} exists with another {what}; nothing was written. Use another run id, or give the same {what}."
+        )
+        self.run_id = run_id
+        self.what = what
+
+
+class IllegalTransition(LedgerError):
+    """The lifecycle has no such transition. Nothing was written."""
+
+    def __init__(self, state: str, event: str, run_id: str | None = None) -> None:
+        where = f"run {run_id!r}: " if run_id else ""
+        super().__init__(f"{where}a run that is {state} cannot take {event}; nothing was written.")
+        self.run_id = run_id
+        self.state = state
+        self.event = event
+
+
+# --- replay -----------------------------------------------------------------------------------------------------------
+
+
+class ReplayDivergence(LedgerError):
+    """The program asks for another call than the one that is recorded at this position.
+
+    Nothing was run and nothing was appended; the lease was given back. Bring the old code or input back and the run goes on.
+    """
+
+    def __init__(
+        self, run_id: str, position: str, recorded: str, asked: str, path: str | None = None, hint: str = ""
+    ) -> None:
+        at = f", first difference at {path}" if path else ""
+        super().__init__(
+            f"run {run_id!r}, position {position}: recorded is {recorded}, the program now asks for {asked}{at}. "
+            f"Nothing was run and nothing was written; with the old code or input the run goes on.{hint}"
+        )
+        self.run_id = run_id
+        self.position = position
+        self.recorded = recorded
+        self.asked = asked
+        self.path = path
+
+
+class IntentDrift(ReplayDivergence):
+    """The divergent position is in doubt: the recorded call may have been made, and the program now asks for another."""
+
+    def __init__(
+        self, run_id: str, position: str, recorded: str, asked: str, path: str | None, stored_arguments: str
+    ) -> None:
+        super().__init__(
+            run_id,
+            position,
+            recorded,
+            asked,
+            path,
+            f" The recorded call is in doubt: it was dispatched with {stored_arguments} and its outcome is not known. "
+            "Go on with exactly that call, or cancel the run.",
+        )
+        self.stored_arguments = stored_arguments
+
+
+class UnorderedStep(LedgerError, RuntimeError):
+    """A step was asked for while another step of the same run was in flight, so their order could not be replayed.
+
+    This step was not dispatched and nothing was written. Make the calls one after the other, or in runs of their own.
+    """
+
+    def __init__(self, run_id: str, tool_name: str, in_flight: str) -> None:
+        super().__init__(
+            f"run {run_id!r}: {tool_name!r} was asked for while {in_flight!r} is in flight in the same run; their order "
+            "could not be replayed, so it was not dispatched and nothing was written. Make the calls one after the other, "
+            "or give each thread its own run."
+        )
+        self.run_id = run_id
+        self.tool_name = tool_name
+        self.in_flight = in_flight
+
+
+# --- steps ------------------------------------------------------------------------------------------------------------
+
+
+class StepFailed(LedgerError, RuntimeError):
+    """The tool raised. The error is recorded and is raised again, from the record, whenever this position is replayed.
+
+    ``original_type`` is the qualified name of the tool's exception, ``error`` its whole record (type, message, traceback,
+    cause); ``is_a("pkg.Name")`` tells whether the tool's exception was of that class or of one below it.
+    """
+
+    def __init__(
+        self, run_id: str, step_number: int | None, tool_name: str, error: dict[str, object], text: str
+    ) -> None:
+        super().__init__(f"Tool execution failed: {text}")
+        self.run_id = run_id
+        self.step_number = step_number
+        self.tool_name = tool_name
+        self.error = error
+
+    @property
+    def original_type(self) -> str:
+        return f"{self.error.get('module')}.{self.error.get('type')}"
+
+    def is_a(self, qualified_name: str) -> bool:
+        bases = self.error.get("bases")
+        return isinstance(bases, list) and qualified_name in bases
+
+
+class StepCancelled(StepFailed, TimeoutError):
+    """The step was interrupted and the program went on: what it did outside is not known; it is recorded as cancelled."""
+
+
+class StepInDoubt(LedgerError, RuntimeError):
+    """A step was dispatched, its outcome is not known, and its tool declares effects that must not happen twice.
+
+    It was not dispatched again. The run is parked as BLOCKED until somebody says what happened.
+    """
+
+    def __init__(self, run_id: str, step_number: int | None, tool_name: str, position: str, why: str) -> None:
+        super().__init__(
+            f"run {run_id!r}, step {step_number} ({tool_name!r}): {why}. Whether it took effect is not known, so it was not "
+            "dispatched again; the run is parked as BLOCKED. Look at the receiving system before you decide."
+        )
+        self.run_id = run_id
+        self.step_number = step_number
+        self.tool_name = tool_name
+        self.position = position
+
+
+class AttemptsExhausted(RunClosed):
+    """A step used up its attempts over errors, crashes and reruns: the run is a dead letter, with the whole trace kept."""
+
+    def __init__(self, run_id: str, step_number: int | None, tool_name: str, attempts: int) -> None:
+        super().__init__(
+            run_id, "DEAD_LETTER", f"step {step_number}, {tool_name!r}, was dispatched {attempts} times without a result"
+        )
+        self.step_number = step_number
+        self.tool_name = tool_name
+        self.attempts = attempts
+
+
+class RunawayLoopDetectedException(LedgerError, RuntimeError):
+    """The breaker refused a call because the run repeats itself. The call was not dispatched; the refusal is recorded.
+
+    ``rule``, ``reason`` and ``evidence`` (step numbers) say why.
+    """
+
+    def __init__(self, run_id: str, rule: str, reason: str, evidence: tuple[int, ...], status: str) -> None:
+        super().__init__(
+            f"run {run_id!r} is {status}: {reason} (steps {', '.join(map(str, evidence))}). The call was not dispatched."
+        )
+        self.run_id = run_id
+        self.rule = rule
+        self.reason = reason
+        self.evidence = evidence
+        self.status = status
+
+
+RunawayLoopException = RunawayLoopDetectedException
+
+
+class BudgetExceededException(LedgerError, RuntimeError):
+    """A limit of the run is spent. The call was not dispatched, the refusal is recorded, and the run is a dead letter."""
+
+    def __init__(self, run_id: str, reason: str) -> None:
+        super().__init__(f"run {run_id!r} is DEAD_LETTER: {reason}. The call was not dispatched.")
+        self.run_id = run_id
+        self.reason = reason
+
+
+# --- input ------------------------------------------------------------------------------------------------------------
+
+
+class InvalidName(LedgerError, ValueError):
+    """A run id, tool name or step name is empty, too long, or holds control characters. Nothing was written."""
+
+
+class InvalidArguments(LedgerError, TypeError):
+    """Arguments do not fit the function or pipeline they are for. Nothing was dispatched and nothing was written."""
+
+
+class InvalidPipeline(LedgerError, ValueError):
+    """The steps of a pipeline do not make a graph: a cycle, an unknown dependency, a name used twice. Nothing was run."""
+
+
+class UnserialisableArguments(LedgerError, TypeError):
+    """An argument cannot be stored. Nothing was dispatched and nothing was written; ``path`` says where it stands."""
+
+    def __init__(self, message: str, path: str) -> None:
+        super().__init__(message)
+        self.path = path
+
+
+class UnserialisableOutput(LedgerError, TypeError):
+    """A tool returned what cannot be stored. The tool *was* executed, and is recorded as executed, without its output.
+
+    It is not executed again. Return plain data, or declare the type with ``returns=`` or ``register_type``.
+    """
+
+    def __init__(self, message: str, path: str) -> None:
+        super().__init__(message)
+        self.path = path
+
+
+class PayloadTooLarge(LedgerError, ValueError):
+    """Arguments or an output are larger than ``payload_limit``. Store them elsewhere and pass a reference."""
+
+    def __init__(self, what: str, size: int, limit: int) -> None:
+        super().__init__(
+            f"{what} take {size} bytes, the limit is {limit} (payload_limit=). Store them elsewhere and pass a reference."
+        )
+        self.size = size
+        self.limit = limit
+
+
+# --- stores -----------------------------------------------------------------------------------------------------------
+
+
+class StoreError(LedgerError):
+    """The store could not do what was asked."""
+
+
+class SchemaTooNew(StoreError):
+    """The database was written by a newer version of this library. It was not changed. Upgrade the library."""
+
+
+class NotALedger(StoreError):
+    """The file is not a ledger of this library. It was not changed. Check the path."""
+
+
+class StoreCorrupt(StoreError):
+    """The database is damaged or truncated. It was not changed. Restore it from a backup; keep this file for inspection."""
+
+
+class StoreReadOnly(StoreError):
+    """The database cannot be written: read-only file, folder or disk. Nothing was changed. Check the rights."""
+
+
+class StoreFull(StoreError):
+    """The disk is full. What was not acknowledged was not written; make room and call again."""
+
+
+class StoreBusy(StoreError):
+    """Another process kept the database locked for longer than the busy timeout. Nothing was written. Call again."""
+
+
+class StoreUnavailable(StoreError):
+    """The store cannot be reached or is closed. What was not acknowledged may not be written; open it and look."""
+
+
+class NotDurableWarning(UserWarning):
+    """This ledger lives in memory: it is gone with the process."""
+
+
+class UndeclaredEffectWarning(UserWarning):
+    """A step in doubt was dispatched again although its tool does not declare what a second dispatch does."""
+
+
+class PlainDataWarning(UserWarning):
+    """An object of an undeclared class was stored as plain data, and plain data is what the caller gets."""

@@ -1,0 +1,448 @@
+"""Face B, and what all faces share: opening a ledger, looking at runs, and driving one step by step."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import socket
+import uuid
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from random import random
+from types import TracebackType
+from typing import Any, Self
+
+from agent_run_ledger import tools
+from agent_run_ledger.contract import Clock, Store, Summary
+from agent_run_ledger.drivers.leases import HeldRun, Leases
+from agent_run_ledger.drivers.sync import SyncDriver
+from agent_run_ledger.engine import audit, records, runs
+from agent_run_ledger.engine.effects import Flow
+from agent_run_ledger.engine.history import History
+from agent_run_ledger.engine.log import Draft, seal
+from agent_run_ledger.engine.steps import Call, Options, step
+from agent_run_ledger.errors import (
+    InvalidArguments,
+    LedgerError,
+    NotDurableWarning,
+    RunNotFound,
+    RunOwned,
+    UnserialisableArguments,
+)
+from agent_run_ledger.model import (
+    Budget,
+    Effect,
+    Finding,
+    RetryPolicy,
+    RunRecord,
+    RunState,
+    StepRecord,
+    TreeHead,
+    VerificationReport,
+)
+from agent_run_ledger.rules import canonical, digests
+from agent_run_ledger.rules.loops import LoopDetectorPolicy
+from agent_run_ledger.rules.names import check_name
+from agent_run_ledger.stores import open_store
+from agent_run_ledger.stores.clock import SystemClock
+
+PAYLOAD_LIMIT = 16 * 1024 * 1024
+
+_open: weakref.WeakSet[Ledger] = weakref.WeakSet()
+
+
+def compute_fingerprint(tool_name: str, arguments: Any) -> str:
+    """What the loop rules call the same call, in hex: SHA-256 over the tool's name and the digest of its canonical arguments.
+
+    >>> compute_fingerprint("fetch", {"id": 1, "page": 2}) == compute_fingerprint("fetch", {"page": 2, "id": 1})
+    True
+    """
+    return digests.fingerprint(check_name("tool_name", tool_name), digests.plain(canonical.encode(arguments))).hex()
+
+
+class Ledger:
+    """A ledger that is open: a context manager, thread-safe, closed at the latest when the interpreter exits."""
+
+    def __init__(
+        self,
+        db_path: str | os.PathLike[str] | Store,
+        *,
+        limit: int,
+        policy: LoopDetectorPolicy,
+        durability: str,
+        lease_seconds: float,
+        heartbeat_seconds: float,
+        undeclared: str,
+        owner: str | None,
+        payload_limit: int,
+        clock: Clock | None,
+    ) -> None:
+        if durability not in ("full", "process"):
+            raise ValueError(f"durability is 'full' or 'process', not {durability!r}")
+        if undeclared not in ("dispatch", "block"):
+            raise ValueError(f"undeclared is 'dispatch' or 'block', not {undeclared!r}")
+        if not 0 < heartbeat_seconds < lease_seconds:
+            raise ValueError("heartbeat_seconds must be more than 0 and less than lease_seconds")
+        label = check_name("owner", owner) if owner is not None else f"{socket.gethostname()}-{os.getpid()}"
+        self._clock: Clock = clock or SystemClock()
+        self._payload_limit = payload_limit
+        if isinstance(db_path, str | os.PathLike):
+            if os.fspath(db_path) == ":memory:":
+                import warnings
+
+                text = "this ledger is in memory: its runs are gone with the process. Give a path to keep them."
+                warnings.warn(text, NotDurableWarning, stacklevel=3)
+            self._store = open_store(db_path, durability=durability, clock=self._clock)
+        else:
+            self._store = db_path
+        arguments = (label, lease_seconds, heartbeat_seconds, limit, undeclared, policy.rule)
+        self._leases = Leases(self._store, self._clock, *arguments)
+        self._driver = SyncDriver(self._store, self._clock, self._leases, durability)
+        _open.add(self)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give every lease back and let go of the storage. Calling it again does nothing."""
+        _open.discard(self)
+        self._leases.close()
+
+    # --- looking ------------------------------------------------------------------------------------------------------
+
+    def get_run(self, run_id: str) -> RunRecord:
+        """The run as it stands. Raises `RunNotFound`."""
+        return records.run_record(self._summary(run_id))
+
+    def runs(self, status: str | None = None) -> list[RunRecord]:
+        """All runs, oldest first; those in one state where `status` names it."""
+        if status is not None and status not in RunState.__members__:
+            raise ValueError(f"there is no run state {status!r}; the states are {', '.join(RunState)}")
+        found = (records.run_record(summary) for summary in self._store.summaries())
+        return [record for record in found if status is None or record.status == status]
+
+    def steps(self, run_id: str) -> list[StepRecord]:
+        """The steps of a run, in the order of their first intents. Raises `RunNotFound`."""
+        return records.step_records(self._history(run_id))
+
+    def verify(self, run_id: str | None = None) -> VerificationReport:
+        """Recompute every entry, of one run or of all, and report each disagreement.
+
+        A database without a tree head kept elsewhere proves only that it agrees with itself: who can write the file can rebuild it.
+        """
+        findings: list[Finding] = []
+        entries = number = 0
+        if run_id is None:
+            findings += [Finding("", None, "storage", message) for message in self._store.check()]
+            ids: Iterator[str] = (summary.head.run_id for summary in self._store.summaries())
+        else:
+            self._summary(run_id)
+            ids = iter((run_id,))
+        for each in ids:
+            rows = self._store.read(each)
+            findings += audit.audit(each, self._store.head(each), self._store.secret(each), rows)
+            entries += len(rows)
+            number += 1
+        return VerificationReport(not findings, findings, entries, number)
+
+    def tree_head(self, run_id: str) -> TreeHead:
+        """The size and root of the run's tree as it is now. Raises `RunNotFound`."""
+        history = self._history(run_id)
+        return TreeHead(run_id, history.size, history.root)
+
+    def _summary(self, run_id: str) -> Summary:
+        summary = next(iter(self._store.summaries(check_name("run_id", run_id))), None)
+        if summary is None:
+            raise RunNotFound(run_id)
+        return summary
+
+    def _history(self, run_id: str) -> History:
+        rows = self._store.read(check_name("run_id", run_id))
+        if not rows:
+            raise RunNotFound(run_id)
+        return History.read(run_id, self._store.secret(run_id), rows)
+
+    # --- acting -------------------------------------------------------------------------------------------------------
+
+    def cancel(self, run_id: str, *, by: str = "", reason: str = "") -> None:
+        """End a run as CANCELLED: at once where nobody works on it, else by its owner before its next step.
+
+        A step in flight finishes and is recorded first. Raises `RunNotFound` and, for a run that has ended, `IllegalTransition`.
+        """
+        who = by or self._leases.owner
+        payload = runs.cancellation(who, reason)
+        run = self._run(run_id)
+        try:
+            self._leases.await_claim(run, None)
+            if run.in_flight is None:
+                return self._driver.obey(runs.cancel(run, payload))
+        except RunOwned:
+            pass
+        self._store.post(run_id, "cancel", payload, who, self._clock.now())
+
+    def detach(self, run_id: str) -> None:
+        """Give the run back, so that another process may go on with it at once."""
+        self._leases.give_back(self._run(run_id))
+
+    def _run(self, run_id: str) -> HeldRun:
+        return self._leases.run(check_name("run_id", run_id))
+
+    def _attach(self, run: HeldRun, wait: float | None) -> None:
+        """Take a run that exists; its program begins at its first line."""
+        with run.lock:
+            if run.in_flight is not None or run.pins:
+                raise RunOwned(run.run_id, self._leases.owner, 0.0)  # another thread of this ledger drives it
+            run.restart()
+        self._leases.await_claim(run, wait)
+
+    def _start(self, run_id: str | None, draft: Draft, wait: float | None) -> HeldRun:
+        """Create a run, or attach to the one that has this id: its program begins at its first line."""
+        name = f"run_{os.urandom(10).hex()}" if run_id is None else check_name("run_id", run_id)
+        now = self._clock.now()
+        if run_id is None or self._store.head(name) is None:
+
+            def build(history: History, token: int) -> list[Any]:
+                return seal(history, token, now, [draft])
+
+            run = self._leases.create(name, os.urandom(32), build, now)
+            if run is not None:
+                return run
+        run = self._leases.run(name)
+        self._attach(run, wait)
+        runs.check_same(run.history, draft)
+        return run
+
+
+class AgentRunLedger(Ledger):
+    """The agent's loop, step by step, over many runs.
+
+    `db_path` is a file, `":memory:"`, or a store. `max_steps` limits each run, `loop_threshold` equal calls with an equal outcome
+    trip the breaker. `durability="full"` survives a power cut, `"process"` any death of the process. `owner` is a label for people.
+
+    >>> ledger = AgentRunLedger("agent.db")
+    >>> run_id = ledger.create_run(goal="Reconcile October invoices")
+    >>> ledger.execute_step(run_id, "fetch_invoice", {"invoice_id": "INV-109"}, lambda: {"total": 120})
+    {'total': 120}
+    >>> ledger.finish_run(run_id)
+    >>> ledger.close()
+    """
+
+    def __init__(
+        self,
+        db_path: str | os.PathLike[str] | Store = ":memory:",
+        max_steps: int = 50,
+        loop_threshold: int | None = None,
+        *,
+        durability: str = "full",
+        lease_seconds: float = 30.0,
+        heartbeat_seconds: float = 3.0,
+        budget: Budget | None = None,
+        policy: LoopDetectorPolicy | None = None,
+        undeclared: str = "dispatch",
+        owner: str | None = None,
+        payload_limit: int = PAYLOAD_LIMIT,
+        clock: Clock | None = None,
+    ) -> None:
+        if policy is not None and loop_threshold is not None:
+            raise ValueError("loop_threshold=N is short for policy=LoopDetectorPolicy(max_repetitions=N): give one of them")
+        if not isinstance(max_steps, int) or max_steps < 1:
+            raise ValueError(f"max_steps must be a whole number of at least 1, not {max_steps!r}")
+        steps = budget.steps if budget is not None and budget.steps is not None else max_steps
+        super().__init__(
+            db_path,
+            limit=steps,
+            policy=policy or LoopDetectorPolicy(max_repetitions=3 if loop_threshold is None else loop_threshold),
+            durability=durability,
+            lease_seconds=lease_seconds,
+            heartbeat_seconds=heartbeat_seconds,
+            undeclared=undeclared,
+            owner=owner,
+            payload_limit=payload_limit,
+            clock=clock,
+        )
+
+    def create_run(self, goal: str, run_id: str | None = None, *, wait: float | None = None) -> str:
+        """Make a run and return its id. A `run_id` that exists with an equal goal is attached to: the next call replays it.
+
+        Raises `RunInputMismatch` for another goal, and `RunOwned` where another owner has the run for more than `wait` seconds.
+        """
+        return self._start(run_id, self._created(goal), wait).run_id
+
+    def _created(self, goal: str) -> Draft:
+        if not isinstance(goal, str):
+            raise InvalidArguments(f"goal must be a string, not {type(goal).__name__}; nothing was written")
+        try:
+            return runs.created(goal, None, pipeline=False, limit=self._payload_limit)
+        except canonical.Unstorable as error:
+            raise UnserialisableArguments(f"the goal cannot be stored: {error}; nothing was written", error.path) from None
+
+    def execute_step(
+        self,
+        run_id: str,
+        tool_name: str,
+        arguments: Mapping[str, Any],
+        execution_fn: Callable[..., Any],
+        *,
+        effect: Effect | None = None,
+        retry: RetryPolicy | None = None,
+        returns: Any = None,
+        raises: tuple[type[BaseException], ...] = (),
+        fatal: tuple[type[BaseException], ...] = (),
+        may_repeat: bool = False,
+        version: str | None = None,
+    ) -> Any:
+        """Run one step, or return what it returned when it ran before.
+
+        The exact `arguments` and the step's idempotency key are on stable storage before `execution_fn` is called, and its outcome
+        before this returns. A function with required parameters is called with the stored arguments by keyword, another one bare.
+        Raises `StepFailed` where it raises, `RunawayLoopDetectedException` and `BudgetExceededException` where it is refused,
+        `RunClosed` on a run that has ended, `ReplayDivergence` where the log has another call at this place.
+        """
+        options = Options(effect, retry, returns, exception_types(raises), exception_types(fatal), may_repeat, version)
+        call = function_call(tool_name, arguments, execution_fn, options, self._payload_limit)
+        return self._driver.obey(step(self._run(run_id), call))
+
+    def resume_run(self, run_id: str, *, wait: float | None = None) -> list[StepRecord]:
+        """Take a run over and return its steps; the next `execute_step` goes on at the first position without an outcome.
+
+        The caller is handed failures as records, so what he does next has acted on them. A run that has ended is only read.
+        """
+        run = self._run(run_id)
+        self._attach(run, wait)
+        with run.lock:
+            runs.skip_recorded(run)
+            return records.step_records(run.history, replayed=True)
+
+    def finish_run(self, run_id: str, result: Any = None) -> None:
+        """Complete the run, with an optional result. Completing it again with an equal result does nothing."""
+        self._obey_finish(self._run(run_id), result)
+
+    def _obey_finish(self, run: HeldRun, result: Any) -> None:
+        self._driver.obey(runs.finish(run, encode_result(result, self._payload_limit)))
+
+    def abort_run(self, run_id: str, reason: str) -> None:
+        """End the run as FAILED. Raises `IllegalTransition` where it has ended."""
+        self._driver.obey(runs.abort(self._run(run_id), reason))
+
+    def open_run(self, goal: str, run_id: str | None = None, *, wait: float | None = None) -> OpenRun:
+        """A run as a context manager: it is finished on a clean exit, parked on an exception, and its lease is kept meanwhile."""
+        return OpenRun(self, lambda: self._start(run_id, self._created(goal), wait))
+
+    def _obey(self, flow: Flow[Any]) -> Any:
+        return self._driver.obey(flow)
+
+
+class Run:
+    """A run in its program's hands: what `open_run` gives."""
+
+    def __init__(self, ledger: AgentRunLedger, run: HeldRun) -> None:
+        self._ledger = ledger
+        self._run = run
+        self.run_id = run.run_id
+        self.result: Any = None
+        """What the run is finished with."""
+
+    def step(self, tool: str, arguments: Mapping[str, Any], fn: Callable[..., Any], **options: Any) -> Any:
+        """One durable step: `execute_step` without the run's id."""
+        return self._ledger.execute_step(self.run_id, tool, arguments, fn, **options)
+
+    def now(self) -> float:
+        """The time in Unix seconds, recorded: a replay gets the same."""
+        return self._value("now", self._ledger._clock.now())
+
+    def random(self) -> float:
+        """A random number from [0, 1), recorded: a replay gets the same."""
+        return self._value("random", random())  # noqa: S311 - no secret
+
+    def uuid4(self) -> uuid.UUID:
+        """A random UUID, recorded: a replay gets the same."""
+        return self._value("uuid4", uuid.uuid4())
+
+    def _value(self, name: str, fresh: Any) -> Any:
+        return self._ledger._obey(runs.value(self._run, name, fresh))
+
+
+class OpenRun:
+    """The context manager of `open_run`."""
+
+    def __init__(self, ledger: AgentRunLedger, start: Callable[[], HeldRun]) -> None:
+        self._ledger = ledger
+        self._start = start
+
+    def __enter__(self) -> Run:
+        self._held = self._start()
+        self._held.__enter__()
+        self._run = Run(self._ledger, self._held)
+        return self._run
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        try:
+            if error is None:
+                self._ledger._obey_finish(self._held, self._run.result)
+            else:
+                park(self._ledger._driver, self._held, error)
+        finally:
+            self._held.__exit__(kind, error, trace)
+
+
+def park(driver: SyncDriver, run: HeldRun, error: BaseException) -> None:
+    """Park a run that an exception left, unless it ended or is somebody else's by now. The exception stays the news."""
+    if not run.is_held:
+        return
+    try:
+        driver.obey(runs.park(run, error))
+    except LedgerError as trouble:
+        error.add_note(f"the run could not be parked: {trouble}")
+
+
+def function_call(
+    tool: str, arguments: Mapping[str, Any], function: Callable[..., Any], options: Options, limit: int
+) -> Call:
+    """A call as the program spells it, checked as far as it can be before anything happens."""
+    if not isinstance(arguments, Mapping):
+        raise InvalidArguments(f"the arguments of {tool!r} must be a mapping, not {type(arguments).__name__}")
+    takes = tools.signature(function)
+    if takes.is_async:
+        raise InvalidArguments(
+            f"{tool!r} is an async function: execute_step cannot await it, aexecute_step is for that; nothing was dispatched"
+        )
+    passes = bool(takes.required)
+    if passes:
+        tools.check_arguments(tool, takes, arguments)
+    annotated = passes and getattr(function, "__annotations__", None)
+    return Call(
+        check_name("tool_name", tool),
+        arguments if type(arguments) is dict else dict(arguments),
+        function,
+        options,
+        tools.environment(takes, options.version),
+        passes,
+        limit,
+        parameters={n: a for n, a in tools.hints(function).items() if n != "return"} if annotated else {},
+    )
+
+
+def encode_result(result: Any, limit: int, declared: Any = None) -> bytes:
+    """A run's result as it is stored; refused like an argument where it cannot be."""
+    try:
+        return canonical.encode(result, limit=limit, what="the result", declared=declared)
+    except canonical.Unstorable as error:
+        raise UnserialisableArguments(f"the result cannot be stored: {error}; the run is not finished", error.path) from None
+
+
+def exception_types(given: Any) -> tuple[type[BaseException], ...]:
+    """`raises=` and `fatal=` as a tuple of exception classes, checked."""
+    types = given if isinstance(given, tuple) else (given,)
+    for each in types:
+        if not (isinstance(each, type) and issubclass(each, BaseException)):
+            raise InvalidArguments(f"raises= and fatal= take exception classes, not {each!r}")
+    return types
+
+
+@atexit.register
+def _close_all() -> None:
+    for ledger in list(_open):
+        ledger.close()

@@ -1,0 +1,210 @@
+"""The nouns: what a run, a step, an entry and their limits are. Frozen data, no behaviour beyond reading itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from decimal import Decimal
+from enum import StrEnum
+from typing import Literal
+
+
+class RunState(StrEnum):
+    """Where a run stands. The last four are final."""
+
+    PENDING = "PENDING"
+    RUNNING = "RUNNING"
+    BLOCKED = "BLOCKED"
+    CHECKPOINTED = "CHECKPOINTED"
+    QUARANTINE = "QUARANTINE"
+    COMPLETED = "COMPLETED"
+    FAILED = "FAILED"
+    DEAD_LETTER = "DEAD_LETTER"
+    CANCELLED = "CANCELLED"
+
+    @property
+    def is_terminal(self) -> bool:
+        return self in _TERMINAL
+
+
+_TERMINAL = frozenset({RunState.COMPLETED, RunState.FAILED, RunState.DEAD_LETTER, RunState.CANCELLED})
+
+
+class Event(StrEnum):
+    """What can happen to a run."""
+
+    START_STEP = "START_STEP"
+    STEP_SUCCESS = "STEP_SUCCESS"
+    STEP_ERROR = "STEP_ERROR"
+    HEARTBEAT_EXPIRED = "HEARTBEAT_EXPIRED"
+    BUDGET_EXHAUSTED = "BUDGET_EXHAUSTED"
+    LOOP_DETECTED = "LOOP_DETECTED"
+    LOOP_SUSPECTED = "LOOP_SUSPECTED"
+    WAIT = "WAIT"
+    WAKE = "WAKE"
+    RELEASE = "RELEASE"
+    FINISH = "FINISH"
+    ABORT = "ABORT"
+    CANCEL = "CANCEL"
+
+
+class StepState(StrEnum):
+    """Where a step stands."""
+
+    PENDING = "PENDING"
+    RUNNING = "RUNNING"
+    COMPLETED = "COMPLETED"
+    FAILED = "FAILED"
+    BLOCKED = "BLOCKED"
+    DEAD_LETTER = "DEAD_LETTER"
+
+
+class Effect(StrEnum):
+    """What a second dispatch of a tool would do to the outside world."""
+
+    READ = "READ"
+    """No side effect: running it again harms nobody."""
+    IDEMPOTENT = "IDEMPOTENT"
+    """The receiver deduplicates on the idempotency key."""
+    MUTATE = "MUTATE"
+    """It changes something each time it runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class RetryPolicy:
+    """How often and how patiently a failing step is dispatched again.
+
+    ``max_attempts`` counts dispatches over errors, crashes and reruns. Before retry ``i`` (from 0) the wait is drawn from
+    ``uniform(0, min(cap, base * 2**i))`` seconds ("full jitter", Brooker, *Exponential Backoff And Jitter*, AWS 2015), or,
+    with ``jitter="decorrelated"``, from ``min(cap, uniform(base, 3 * previous))``.
+    """
+
+    max_attempts: int = 4
+    base: float = 0.5
+    cap: float = 30.0
+    jitter: Literal["full", "decorrelated"] = "full"
+
+    def __post_init__(self) -> None:
+        if self.max_attempts < 1 or self.base < 0 or self.cap < 0:
+            raise ValueError("RetryPolicy needs max_attempts >= 1, base >= 0 and cap >= 0 (seconds)")
+        if self.jitter not in ("full", "decorrelated"):
+            raise ValueError(f"RetryPolicy.jitter is 'full' or 'decorrelated', not {self.jitter!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """The limits of one run. ``steps`` counts first dispatches and refusals; ``None`` leaves it to ``max_steps``."""
+
+    steps: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.steps is not None and self.steps < 1:
+            raise ValueError("Budget.steps must be at least 1")
+
+
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """What the outside world says about an idempotency key: found with its output, absent, or unknown."""
+
+    verdict: Literal["found", "absent", "unknown"]
+    output: object = None
+    reason: str = ""
+
+    @classmethod
+    def found(cls, output: object) -> Receipt:
+        """The call took effect, and this is its output."""
+        return cls("found", output)
+
+    @classmethod
+    def absent(cls) -> Receipt:
+        """The receiver has never seen this key."""
+        return cls("absent")
+
+    @classmethod
+    def unknown(cls, reason: str) -> Receipt:
+        """The receiver could not say."""
+        return cls("unknown", reason=reason)
+
+
+@dataclass(slots=True)
+class StepRecord:
+    """One step of a run as a reader sees it. Times are Unix seconds, digests and keys lower-case hex."""
+
+    step_id: str
+    run_id: str
+    step_number: int
+    tool_name: str
+    arguments_json: str | None
+    state: str
+    output_json: str | None = None
+    error_message: str | None = None
+    fingerprint: str = ""
+    created_at: float = 0.0
+    completed_at: float | None = None
+    state_version: int = 0
+    idempotency_key: str = ""
+    input_digest: str = ""
+    output_digest: str | None = None
+    retry_budget_remaining: int = 0
+    fencing_token: int = 0
+    position: str = ""
+    attempts: int = 0
+    effect: str | None = None
+    replayed: bool = False
+
+
+@dataclass(slots=True)
+class RunRecord:
+    """One run as a reader sees it. Times are Unix seconds; ``result`` is the finished run's value, ``cause`` why it stands."""
+
+    run_id: str
+    goal: str | None
+    status: str
+    total_steps: int
+    created_at: float
+    updated_at: float
+    owner: str | None = None
+    fencing_token: int = 0
+    spent_tokens: int = 0
+    spent_usd: Decimal = field(default_factory=Decimal)
+    result: object = None
+    cause: str | None = None
+    parent_run_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a loop detector says after a call: ``level`` is ``"ok"``, ``"suspected"`` or ``"certain"``."""
+
+    level: Literal["ok", "suspected", "certain"] = "ok"
+    rule: str = ""
+    reason: str = ""
+    evidence: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TreeHead:
+    """The size and the RFC 9162 root of one run's tree: whoever keeps it elsewhere can find a rewritten or cut log."""
+
+    run_id: str
+    size: int
+    root: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that ``verify`` found wrong. ``seq`` is None where it concerns the run and not one entry."""
+
+    run_id: str
+    seq: int | None
+    code: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class VerificationReport:
+    """What ``verify`` saw: ``ok`` says that there is no finding among ``entries`` entries of ``runs`` runs."""
+
+    ok: bool
+    findings: list[Finding]
+    entries: int
+    runs: int

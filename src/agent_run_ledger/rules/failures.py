@@ -1,0 +1,211 @@
+"""Errors as data: what a tool's exception was, in text that can always be stored, read and shown without its class."""
+
+from __future__ import annotations
+
+TYPE_CHECKING = False  # `typing` is not needed at run time, and not free to import
+if TYPE_CHECKING:
+    from typing import Any
+
+MAX_CAUSES = 5
+"""How many exceptions of a cause chain are kept below the error itself."""
+_MAX_BASES = 50
+_MAX_FRAMES = 50
+_NAME_LIMIT = 255
+
+
+# --- exceptions to data -----------------------------------------------------------------------------------------------
+
+
+def describe(error: BaseException, *, message_limit: int = 2000, traceback_limit: int = 8000) -> dict[str, Any]:
+    """The record of an exception: `type`, `module`, `message`, `bases`, `traceback`, `cause`. Never raises.
+
+    `bases` are the qualified names of its class and of those above it; `cause` is the record of what it was raised from or
+    while handling, as Python would print it, or None. Limits count characters; a long message keeps its beginning, a long
+    traceback its end, where the error is. Everything is plain data that `canonical.encode` takes.
+
+    >>> record = describe(ValueError("no such invoice"))
+    >>> record["module"], record["type"], record["message"], record["bases"]
+    ('builtins', 'ValueError', 'no such invoice', ['builtins.ValueError', 'builtins.Exception', 'builtins.BaseException'])
+    """
+    chain = [error]
+    while len(chain) <= MAX_CAUSES:
+        cause = _cause(chain[-1])
+        if cause is None or any(cause is known for known in chain):
+            break
+        chain.append(cause)
+    record: dict[str, Any] | None = None
+    for link in reversed(chain):
+        record = _record(link, message_limit, traceback_limit, record)
+    assert record is not None
+    return record
+
+
+def _record(
+    error: BaseException, message_limit: int, traceback_limit: int, cause: dict[str, Any] | None
+) -> dict[str, Any]:
+    cls = type(error)
+    bases = [_qualified(base) for base in _MRO_OF(cls) if base is not object]
+    return {
+        "type": _storable(_QUALNAME_OF(cls), _NAME_LIMIT),
+        "module": _storable(str(_MODULE_OF(cls)), _NAME_LIMIT),
+        "message": _storable(_message(error), message_limit),
+        "bases": [_storable(base, 2 * _NAME_LIMIT) for base in bases[:_MAX_BASES]],
+        "traceback": _storable(_traceback(error), traceback_limit, keep_end=True),
+        "cause": cause,
+    }
+
+
+# Read through `type` and `BaseException` themselves: a class or an exception may hide these names behind anything.
+_QUALNAME_OF = type.__dict__["__qualname__"].__get__
+_MODULE_OF = type.__dict__["__module__"].__get__
+_MRO_OF = type.__dict__["__mro__"].__get__
+_CAUSE_OF = BaseException.__dict__["__cause__"].__get__
+_CONTEXT_OF = BaseException.__dict__["__context__"].__get__
+_SUPPRESSED_OF = BaseException.__dict__["__suppress_context__"].__get__
+_FRAMES_OF = BaseException.__dict__["__traceback__"].__get__
+
+
+def _qualified(cls: type) -> str:
+    return f"{_MODULE_OF(cls)}.{_QUALNAME_OF(cls)}"
+
+
+def _message(error: BaseException) -> str:
+    try:
+        return str.__str__(str(error))  # what `__str__` returns may be of a subclass with ideas of its own
+    except Exception as trouble:
+        return f"(its message could not be read: {_QUALNAME_OF(type(trouble))})"
+
+
+def _traceback(error: BaseException) -> str:
+    """The frames alone: message and causes have places of their own."""
+    frames = _FRAMES_OF(error)
+    if frames is None:
+        return ""
+    import traceback
+
+    try:
+        return "".join(traceback.format_tb(frames, limit=-_MAX_FRAMES))
+    except Exception as trouble:  # a source file that cannot be read, say
+        return f"(its traceback could not be read: {_QUALNAME_OF(type(trouble))})"
+
+
+def _cause(error: BaseException) -> BaseException | None:
+    """What Python would print above the error."""
+    cause: BaseException | None = _CAUSE_OF(error)
+    if cause is None and not _SUPPRESSED_OF(error):
+        cause = _CONTEXT_OF(error)
+    return cause
+
+
+def _storable(text: str, limit: int, keep_end: bool = False) -> str:
+    """The text within its limit, with `?` for every lone surrogate, which UTF-8 cannot hold."""
+    if len(text) > limit:
+        mark = f"[… of {len(text)} characters]"
+        kept = max(limit - len(mark), 0)
+        text = (mark + text[len(text) - kept :] if keep_end else text[:kept] + mark)[:limit]
+    return text.encode("utf-8", "replace").decode()
+
+
+# --- data to text and to exceptions -----------------------------------------------------------------------------------
+
+
+def text(description: dict[str, Any]) -> str:
+    """`Type: message`, or just `Type` where there is no message.
+
+    >>> text({"type": "KeyError", "message": "'id'"}), text({"type": "TimeoutError", "message": ""})
+    ("KeyError: 'id'", 'TimeoutError')
+    """
+    kind, message = description.get("type") or "Exception", description.get("message")
+    return f"{kind}: {message}" if message else str(kind)
+
+
+def matches(description: dict[str, Any], cls: type[BaseException]) -> bool:
+    """Whether the recorded exception was of this class or of one below it, by qualified name."""
+    bases = description.get("bases")
+    return isinstance(bases, list) and _qualified(cls) in bases
+
+
+def revive(cls: type[BaseException], description: dict[str, Any], cause: BaseException | None) -> BaseException:
+    """An instance of a declared exception class with the recorded message, made without running its constructor.
+
+    It has the recorded text, `cause` as its cause, and none of the attributes that its constructor would have set.
+    """
+    message = str(description.get("message") or "")
+    for make in (_with_text, _with_bare_text, _with_fixed_text):
+        try:
+            revived = make(cls, message)
+            if str(revived) == message:
+                break
+        except Exception:  # whatever a class does in `__str__` or when it is subclassed
+            continue
+    else:
+        revived = _with_text(cls, message)
+    revived.__cause__ = cause
+    return revived
+
+
+def _with_text(cls: type[BaseException], message: str) -> BaseException:
+    builtin: Any = next(base for base in cls.__mro__ if base.__module__ == "builtins")
+    if issubclass(builtin, BaseExceptionGroup):  # a group cannot be empty
+        revived: BaseException = builtin.__new__(cls, message, [Exception(message)])
+    else:
+        revived = builtin.__new__(cls)
+        revived.args = (message,)
+    return revived
+
+
+class _BareText(str):
+    """A text that is its own repr, for `KeyError` and others that print the repr of their argument."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def _with_bare_text(cls: type[BaseException], message: str) -> BaseException:
+    revived = _with_text(cls, message)
+    revived.args = (_BareText(message),)
+    return revived
+
+
+def _with_fixed_text(cls: type[BaseException], message: str) -> BaseException:
+    """For a class whose `__str__` needs what its constructor sets: a subclass of the same name that knows the text."""
+    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__str__": lambda _: message}
+    metaclass: Any = type(cls)
+    return _with_text(metaclass(cls.__name__, (cls,), names), message)
+
+
+# --- ambiguity --------------------------------------------------------------------------------------------------------
+
+_AMBIGUOUS = frozenset(
+    {
+        "builtins.TimeoutError",
+        "builtins.ConnectionError",
+        "asyncio.exceptions.IncompleteReadError",
+        "http.client.BadStatusLine",
+        "http.client.IncompleteRead",
+        "smtplib.SMTPServerDisconnected",
+        "ssl.SSLEOFError",
+        "subprocess.TimeoutExpired",
+    }
+)
+_NEVER_SENT = frozenset({"builtins.ConnectionRefusedError"})
+_GATEWAY_ERRORS = (502, 503, 504)
+
+
+def is_ambiguous(error: BaseException) -> bool:
+    """Whether the receiver may have done what was asked although we got an error: timeouts and lost connections.
+
+    Told by the names of its classes, so nothing is imported. A refused connection never reached the receiver.
+
+    >>> is_ambiguous(TimeoutError()), is_ambiguous(ConnectionRefusedError()), is_ambiguous(ValueError())
+    (True, False, False)
+    """
+    names = {_qualified(base) for base in _MRO_OF(type(error))}
+    if "urllib.error.HTTPError" in names:
+        return getattr(error, "code", None) in _GATEWAY_ERRORS
+    if "urllib.error.URLError" in names:  # it says nothing itself, and keeps the error that it stands for
+        reason = getattr(error, "reason", None)
+        return isinstance(reason, BaseException) and reason is not error and is_ambiguous(reason)
+    return not names.isdisjoint(_AMBIGUOUS) and names.isdisjoint(_NEVER_SENT)

@@ -1,0 +1,111 @@
+"""Locks that the kernel drops with their holder: one exclusive lock per open file."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+
+from agent_run_ledger.errors import StoreBusy, StoreReadOnly, StoreUnavailable
+
+if sys.platform == "win32":
+    import msvcrt
+
+    def try_lock(fd: int) -> bool:
+        """Lock the open file, unless somebody has it."""
+        try:
+            msvcrt.locking(fd, msvcrt.LK_NBLCK, 1)
+        except OSError:
+            return False
+        return True
+
+    def unlock(fd: int) -> None:
+        """Give the lock back."""
+        os.lseek(fd, 0, os.SEEK_SET)
+        msvcrt.locking(fd, msvcrt.LK_UNLCK, 1)
+
+else:
+    import fcntl
+
+    _TRY = fcntl.LOCK_EX | fcntl.LOCK_NB
+
+    def try_lock(fd: int) -> bool:
+        """Lock the open file, unless somebody has it. The lock belongs to this opening of it, not to the process."""
+        try:
+            fcntl.flock(fd, _TRY)
+        except BlockingIOError:
+            return False
+        return True
+
+    def unlock(fd: int) -> None:
+        """Give the lock back."""
+        fcntl.flock(fd, fcntl.LOCK_UN)
+
+
+class WriteLock:
+    """The lock beside a database under which all our processes write and checkpoint, one at a time.
+
+    SQLite before 3.51.3 can corrupt a WAL database when a checkpoint runs while another connection commits; under this
+    lock that cannot happen. It is also the queue of the writers, so that SQLite's own busy handler is hardly ever needed.
+    """
+
+    __slots__ = ("_fd", "_path", "busy_seconds")
+
+    def __init__(self, path: str, busy_seconds: float) -> None:
+        self._path = path
+        self._fd = -1
+        self.busy_seconds = busy_seconds
+
+    def acquire(self) -> None:
+        """Wait for the lock, at most `busy_seconds`; `StoreBusy` after that."""
+        if self._fd < 0:
+            self._fd = self._open()
+        if not try_lock(self._fd):
+            self._wait()
+
+    def release(self) -> None:
+        """Give the lock back."""
+        if self._fd >= 0:
+            unlock(self._fd)
+
+    def try_acquire(self) -> bool:
+        """Take the lock if nobody has it."""
+        if self._fd < 0:
+            self._fd = self._open()
+        return try_lock(self._fd)
+
+    def close(self) -> None:
+        """Let go of the file without unlocking it: an unlock in a forked child would drop its parent's lock."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def _open(self) -> int:
+        try:
+            return os.open(self._path, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o666)
+        except PermissionError as error:
+            raise StoreReadOnly(_cannot_lock(self._path, error)) from error
+        except OSError as error:
+            if error.errno == 30:  # EROFS
+                raise StoreReadOnly(_cannot_lock(self._path, error)) from error
+            raise StoreUnavailable(_cannot_lock(self._path, error)) from error
+
+    def _wait(self) -> None:
+        give_up = time.monotonic() + self.busy_seconds
+        pause = 0.000_05
+        while time.monotonic() < give_up:
+            time.sleep(pause)
+            if try_lock(self._fd):
+                return
+            pause = min(pause * 1.5, 0.005)
+        raise StoreBusy(
+            f"another process kept {self._path!r} locked for more than {self.busy_seconds:g} s; nothing was written. "
+            "Call again, or look for a writer that hangs."
+        )
+
+
+def _cannot_lock(path: str, error: OSError) -> str:
+    return (
+        f"the lock file {path!r} cannot be opened ({error.strerror}), and without it nothing is written; nothing was "
+        "changed. Make the folder and the file writable for this user, or open the ledger read-only."
+    )

@@ -1,0 +1,201 @@
+"""Who is alive: each owner holds the lock of a file of its own, and who can take that lock knows that the owner is dead."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import os
+import re
+import sys
+
+from agent_run_ledger.errors import StoreError, StoreReadOnly, StoreUnavailable
+from agent_run_ledger.stores.filelock import try_lock
+
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
+_TRIES = 50
+
+# What may be the disk of another machine: a lock there, or its absence, proves nothing about a process here.
+_REMOTE = re.compile(
+    "9p|acfs|afs|beegfs|ceph|cifs|coda|davfs|gfs2|glusterfs|gpfs|lustre|ncpfs|nfs|nfs4|ocfs2|orangefs|panfs|prl_fs|pvfs2|"
+    "smb3|smbfs|vboxsf|virtiofs|vmhgfs|fuse.*"
+)
+
+
+class Grave:
+    """The lock of an owner that is dead."""
+
+    def __init__(self, fd: int, path: str) -> None:
+        self._fd = fd
+        self._path = path
+
+    def bury(self) -> None:
+        """Remove the file under its lock, once no run is left that this owner has."""
+        _unlink(self._path)
+        os.close(self._fd)
+
+    def leave(self) -> None:
+        """Leave the file to the next who looks."""
+        os.close(self._fd)
+
+
+class Owners:
+    """The owner files of one database: `<database>.owners/<owner id>`.
+
+    A missing file proves nothing. A dead owner's file is removed only under its lock, and whoever takes a lock checks that
+    its file still stands at its path.
+    """
+
+    def __init__(self, database: str) -> None:
+        self.folder = database + ".owners"
+        self._held: dict[str, int] = {}
+
+    def hold(self, owner: str) -> None:
+        """Hold `owner`'s lock from now until `close`. Raises `StoreError` while another ledger is alive under that id."""
+        if owner in self._held:
+            return
+        path = self._path(owner)
+        for _ in range(_TRIES):
+            fd = self._open(path, os.O_CREAT)
+            if try_lock(fd) and _stands_at(fd, path):
+                self._held[owner] = fd
+                return
+            stands = _stands_at(fd, path)
+            os.close(fd)
+            if stands and not _is_free_soon(path):
+                break
+        raise StoreError(
+            f"another ledger is alive under the owner id {owner!r}; nothing was done. Give each ledger an id of its own, or "
+            "leave owner= out."
+        )
+
+    @property
+    def held(self) -> frozenset[str]:
+        """The owners whose lock this store holds."""
+        return frozenset(self._held)
+
+    def prove_death(self, owner: str) -> Grave | None:
+        """The grave of `owner` if the kernel proves that it is dead: nobody can take its place until the grave is closed.
+
+        Believe it only for a lease of this boot, and where `is_local`.
+        """
+        path = self._path(owner)
+        try:
+            fd = os.open(path, os.O_RDWR | getattr(os, "O_CLOEXEC", 0))
+        except OSError:
+            return None
+        if try_lock(fd) and _stands_at(fd, path):
+            return Grave(fd, path)
+        os.close(fd)
+        return None
+
+    def is_local(self) -> bool:
+        """Whether the database lies on a disk of this machine, so that the locks of its owners prove something."""
+        return _is_local(self.folder)
+
+    def close(self, *, remove: bool) -> None:
+        """Let go of every owner file; `remove` them where no run is left that somebody could want to prove free."""
+        for owner, fd in self._held.items():
+            if remove:
+                _unlink(self._path(owner))
+            os.close(fd)
+        self._held.clear()
+
+    def abandon(self) -> list[str]:
+        """In a forked child: close the copies of the descriptors and never unlock, which would drop the parent's locks."""
+        owners = list(self._held)
+        for fd in self._held.values():
+            os.close(fd)
+        self._held.clear()
+        return owners
+
+    def _path(self, owner: str) -> str:
+        is_plain = _PLAIN_NAME.fullmatch(owner) is not None and not owner.startswith("sha256_")
+        return os.path.join(self.folder, owner if is_plain else "sha256_" + hashlib.sha256(owner.encode()).hexdigest())
+
+    def _open(self, path: str, flags: int) -> int:
+        flags |= os.O_RDWR | getattr(os, "O_CLOEXEC", 0)
+        try:
+            try:
+                return os.open(path, flags, 0o666)
+            except FileNotFoundError:
+                os.makedirs(self.folder, exist_ok=True)
+                return os.open(path, flags, 0o666)
+        except OSError as error:
+            kind = StoreReadOnly if isinstance(error, PermissionError) or error.errno == 30 else StoreUnavailable
+            raise kind(
+                f"the owner file {path!r} cannot be opened ({error.strerror}), so no run can be owned; nothing was changed. "
+                "Make the folder writable for this user, or open the ledger read-only."
+            ) from error
+
+
+def _is_free_soon(path: str) -> bool:
+    """Whether whoever holds the lock is only looking whether we are dead, which takes microseconds."""
+    import time
+
+    time.sleep(0.000_2)
+    try:
+        fd = os.open(path, os.O_RDWR)
+    except OSError:
+        return True
+    try:
+        return try_lock(fd)
+    finally:
+        os.close(fd)
+
+
+def _stands_at(fd: int, path: str) -> bool:
+    try:
+        there = os.stat(path)
+    except OSError:
+        return False
+    here = os.fstat(fd)
+    return (here.st_dev, here.st_ino) == (there.st_dev, there.st_ino)
+
+
+def _unlink(path: str) -> None:
+    with contextlib.suppress(OSError):  # a file that stays proves nothing wrong: the next taker finds it unlocked
+        os.unlink(path)
+
+
+@functools.cache
+def _is_local(folder: str) -> bool:
+    if sys.platform == "darwin":
+        return _is_local_on_macos(folder)
+    try:
+        with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as file:
+            mounts = file.read()
+    except OSError:
+        return False
+    kind = file_system_of(folder, mounts)
+    return kind is not None and _REMOTE.fullmatch(kind) is None
+
+
+def file_system_of(path: str, mountinfo: str) -> str | None:
+    """The type of the file system that `path` lies on, from the text of /proc/self/mountinfo (proc(5))."""
+    best, kind = "", None
+    for line in mountinfo.splitlines():
+        fields = line.split(" ")
+        if len(fields) < 7 or "-" not in fields[6:]:
+            continue
+        point = re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), fields[4])
+        is_above = path == point or path.startswith(point.rstrip("/") + "/")
+        if is_above and len(point) >= len(best):  # of two mounts on one point the later one is seen
+            best, kind = point, fields[fields.index("-", 6) + 1]
+    return kind
+
+
+def _is_local_on_macos(folder: str) -> bool:
+    import subprocess
+
+    try:
+        listed = subprocess.run(["/sbin/mount"], capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return False
+    best, is_local = "", False
+    for line in listed.splitlines():  # "/dev/disk3s1 on / (apfs, local, journaled)"
+        _, _, rest = line.partition(" on ")
+        point, _, options = rest.rpartition(" (")
+        if (folder == point or folder.startswith(point.rstrip("/") + "/")) and len(point) >= len(best):
+            best, is_local = point, "local" in options.rstrip(")").split(", ")
+    return is_local

@@ -1,0 +1,241 @@
+"""Opening a file as a ledger: is it one, of which version, and bringing an older one up to date, once."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import sys
+from collections.abc import Sequence
+
+from agent_run_ledger.errors import NotALedger, SchemaTooNew, StoreCorrupt, StoreError, StoreReadOnly, StoreUnavailable
+from agent_run_ledger.stores.faults import named
+from agent_run_ledger.stores.filelock import WriteLock
+
+APPLICATION_ID = 0x41524C31
+"""What `PRAGMA application_id` says in every ledger: "ARL1"."""
+SCHEMA_VERSION = 1
+"""The number of the last file in `migrations`."""
+
+_LOG_LIMIT_BYTES = 8 * 1024 * 1024
+_FULL = 2
+
+
+def load_migrations() -> list[str]:
+    """The scripts of `migrations`, in order: the n-th brings a file from version n-1 to version n."""
+    from importlib.resources import files
+
+    folder = files("agent_run_ledger.stores") / "migrations"
+    scripts = sorted((file for file in folder.iterdir() if file.name.endswith(".sql")), key=lambda file: file.name)
+    return [script.read_text(encoding="utf-8") for script in scripts]
+
+
+class Database:
+    """One SQLite file, and how connections to it are made. Makes none by itself; writes only what `prepare` says."""
+
+    def __init__(self, path: str, lock: WriteLock, busy_seconds: float, migrations: Sequence[str] | None) -> None:
+        self.path = path
+        self._lock = lock
+        self._busy_seconds = busy_seconds
+        self._migrations = migrations
+        self._version = SCHEMA_VERSION if migrations is None else len(migrations)
+
+    def open_writer(self) -> sqlite3.Connection:
+        """A connection to an up-to-date ledger: a new file is made and an older one migrated first, by one process only."""
+        try:
+            if not os.path.exists(self.path) or os.path.getsize(self.path) == 0:
+                self._refuse_unmakeable()
+            elif not (os.access(self.path, os.W_OK) and os.access(os.path.dirname(self.path), os.W_OK | os.X_OK)):
+                self._refuse_read_only()
+            else:
+                self._refuse_foreign_unopened()
+            connection = self._connect(self.path, uri=False)
+            try:
+                self._prepare(connection)
+            except BaseException:
+                connection.close()
+                raise
+        except sqlite3.Error as error:
+            raise named(error, self.path) from error
+        return connection
+
+    def open_reader(self, *, is_alone: bool = False) -> sqlite3.Connection:
+        """A connection that cannot write. `is_alone`: no writer of ours has looked at the file before."""
+        try:
+            if is_alone and not os.path.exists(self.path):
+                raise StoreUnavailable(f"there is no database {self.path!r}, and a read-only ledger makes none.")
+            connection = self._connect(_uri(self.path, "mode=ro"), uri=True)
+            try:
+                try:
+                    self._check(connection)
+                except sqlite3.OperationalError:
+                    # On a disk that nobody can write SQLite cannot make the files that go with the log, nor needs them.
+                    if os.access(os.path.dirname(self.path), os.W_OK) or os.path.exists(self.path + "-wal"):
+                        raise
+                    connection.close()
+                    connection = self._connect(_uri(self.path, "immutable=1"), uri=True)
+                    self._check(connection)
+                connection.execute("PRAGMA query_only=1")
+            except BaseException:
+                connection.close()
+                raise
+        except sqlite3.Error as error:
+            raise named(error, self.path) from error
+        return connection
+
+    def expected_objects(self) -> dict[str, str]:
+        """The SQL of every table, index, trigger and view that a ledger of this version has, by name."""
+        connection = sqlite3.connect(":memory:", isolation_level=None)
+        try:
+            for script in self._scripts():
+                connection.executescript(script)
+            return objects(connection)
+        finally:
+            connection.close()
+
+    def _connect(self, name: str, *, uri: bool) -> sqlite3.Connection:
+        return sqlite3.connect(
+            name,
+            timeout=self._busy_seconds,
+            isolation_level=None,
+            check_same_thread=False,
+            cached_statements=64,
+            uri=uri,
+        )
+
+    def _refuse_unmakeable(self) -> None:
+        folder = os.path.dirname(self.path)
+        if os.path.isdir(folder) and not os.access(folder, os.W_OK | os.X_OK):
+            self._refuse_read_only()
+
+    def _refuse_read_only(self) -> None:
+        raise StoreReadOnly(
+            f"the database {self.path!r} or its folder is not writable for this user; nothing was changed. Make both "
+            "writable, or open the ledger read-only."
+        )
+
+    def _refuse_foreign_unopened(self) -> None:
+        """Look at a file that has no lock file of ours beside it through a connection that cannot leave a trace.
+
+        A plain connection would play back the log of a foreign database when it closes. The application id is written
+        before the file is put into WAL mode, so it always stands in the file itself.
+        """
+        if os.path.exists(self.path + ".lock"):
+            return
+        connection = self._connect(_uri(self.path, "immutable=1"), uri=True)
+        try:
+            self._is_new(connection)
+        finally:
+            connection.close()
+
+    def _check(self, connection: sqlite3.Connection) -> int:
+        """The version of the ledger; refuses what is none, or a newer one."""
+        if self._is_new(connection):
+            raise NotALedger(f"{self.path!r} is an empty database, not a ledger; it was not changed. Check the path.")
+        return self._known_version(connection)
+
+    def _is_new(self, connection: sqlite3.Connection) -> bool:
+        (application_id,) = connection.execute("PRAGMA application_id").fetchone()
+        if application_id == APPLICATION_ID:
+            return False
+        if application_id == 0 and connection.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchone() is None:
+            return True
+        raise NotALedger(
+            f"{self.path!r} is a database of another program (application id {application_id}); it was not changed. "
+            "Check the path."
+        )
+
+    def _known_version(self, connection: sqlite3.Connection) -> int:
+        (version,) = connection.execute("PRAGMA user_version").fetchone()
+        if version > self._version:
+            raise SchemaTooNew(
+                f"the database {self.path!r} has schema {version}, this version of agent-run-ledger knows schemas up to "
+                f"{self._version}; it was not changed. Upgrade agent-run-ledger."
+            )
+        if version < 1:
+            raise StoreCorrupt(
+                f"the database {self.path!r} carries a ledger's application id and schema version {version}, which no ledger "
+                "has; it was not changed. Restore a backup."
+            )
+        return int(version)
+
+    def _prepare(self, connection: sqlite3.Connection) -> None:
+        # The level is set before the first write and read back: an SQLite that will not sync is not to be trusted.
+        is_current = not self._is_new(connection) and self._known_version(connection) == self._version
+        if not is_current:
+            self._bring_up_to_date(connection)
+        (mode,) = connection.execute("PRAGMA journal_mode").fetchone()
+        if mode != "wal":
+            self._set_wal(connection)
+        connection.execute("PRAGMA wal_autocheckpoint=0")
+        connection.execute(f"PRAGMA journal_size_limit={_LOG_LIMIT_BYTES}")
+        if sys.platform == "darwin":
+            connection.execute("PRAGMA fullfsync=1")
+            connection.execute("PRAGMA checkpoint_fullfsync=1")
+        connection.execute(f"PRAGMA synchronous={_FULL}")
+        (level,) = connection.execute("PRAGMA synchronous").fetchone()
+        if level != _FULL:
+            raise StoreError(
+                f"this SQLite does not take synchronous=FULL for {self.path!r} (it says {level}), so nothing it writes could "
+                "be promised; nothing was written. Use an SQLite without that restriction."
+            )
+
+    def _bring_up_to_date(self, connection: sqlite3.Connection) -> None:
+        self._lock.acquire()
+        try:
+            # Looked at again: while we waited for the lock another process may have done it.
+            version = 0 if self._is_new(connection) else self._known_version(connection)
+            if version == self._version:
+                return
+            scripts = self._scripts()[version:]
+            if version:
+                self._back_up(connection, version)
+            connection.execute("PRAGMA synchronous=2")
+            try:
+                stamp = f"PRAGMA application_id={APPLICATION_ID}; PRAGMA user_version={self._version};"
+                connection.executescript("\n".join(["BEGIN IMMEDIATE;", *scripts, stamp, "COMMIT;"]))
+            except sqlite3.Error:
+                if connection.in_transaction:
+                    connection.rollback()
+                raise
+        finally:
+            self._lock.release()
+
+    def _set_wal(self, connection: sqlite3.Connection) -> None:
+        self._lock.acquire()
+        try:
+            (mode,) = connection.execute("PRAGMA journal_mode=WAL").fetchone()
+        finally:
+            self._lock.release()
+        if mode != "wal":
+            raise StoreError(
+                f"the database {self.path!r} cannot use a write-ahead log here (journal mode {mode!r}); nothing was written. "
+                "Put it on a local disk."
+            )
+
+    def _back_up(self, connection: sqlite3.Connection, version: int) -> None:
+        """Copy the file by SQLite itself to `<database>.v<version>.backup`, whole or not at all."""
+        backup = f"{self.path}.v{version}.backup"
+        unfinished = backup + ".unfinished"
+        if os.path.exists(unfinished):
+            os.unlink(unfinished)
+        copy = sqlite3.connect(unfinished, isolation_level=None)
+        try:
+            connection.backup(copy)
+            copy.execute("PRAGMA journal_mode=DELETE")
+        finally:
+            copy.close()
+        os.replace(unfinished, backup)
+
+    def _scripts(self) -> Sequence[str]:
+        return load_migrations() if self._migrations is None else self._migrations
+
+
+def objects(connection: sqlite3.Connection) -> dict[str, str]:
+    """The SQL of every table, index, trigger and view of a database, by name."""
+    statement = "SELECT type || ' ' || name, sql FROM sqlite_master WHERE sql IS NOT NULL AND name NOT LIKE 'sqlite_%'"
+    return dict(connection.execute(statement))
+
+
+def _uri(path: str, parameter: str) -> str:
+    escaped = path.replace("%", "%25").replace("?", "%3f").replace("#", "%23")
+    return f"file:{escaped}?{parameter}"

@@ -1,0 +1,499 @@
+"""For tests: a clock that moves when told, and the store's promise as a suite that any store can be put through."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TypeVar
+
+from agent_run_ledger.contract import Head, Lease, Row, Store
+from agent_run_ledger.errors import LeaseLost, LedgerError, RunNotFound, RunOwned, StoreError, StoreUnavailable
+
+
+class FakeClock:
+    """A `Clock` that stands still until `advance` or `sleep` moves it.
+
+    >>> clock = FakeClock()
+    >>> started = clock.elapsed()
+    >>> clock.sleep(30)
+    >>> clock.elapsed() - started
+    30.0
+    """
+
+    def __init__(self, now: float = 1_700_000_000.0, elapsed: float = 1_000.0) -> None:
+        self._mutex = threading.Lock()
+        self._now = now
+        self._elapsed = elapsed
+        self.sleeps: list[float] = []
+        """What `sleep` was asked for, in order."""
+
+    def now(self) -> float:
+        return self._now
+
+    def elapsed(self) -> float:
+        return self._elapsed
+
+    def sleep(self, seconds: float) -> None:
+        self.sleeps.append(seconds)
+        self.advance(seconds)
+
+    def advance(self, seconds: float) -> None:
+        """Let `seconds` pass on both clocks."""
+        with self._mutex:
+            self._now += seconds
+            self._elapsed += seconds
+
+    def set_wall(self, now: float) -> None:
+        """Set the wall clock, as an administrator does: leases must not care."""
+        self._now = now
+
+
+def a_row(seq: int, kind: str = "note", payload: bytes | None = None, *, state: str = "RUNNING") -> Row:
+    """An entry as an engine could write it; a store never looks inside."""
+    body = b'{"seq":%d,"kind":"%s","state":"%s"}' % (seq, kind.encode(), state.encode())
+    digest = None if payload is None else bytes(reversed(payload[:32])).ljust(32, b"\0")
+    return Row(seq, kind, None, None, body, bytes([seq % 256]) * 32, payload, digest)
+
+
+class StoreContract:
+    """The conformance suite of `contract.Store`: a subclass per store, with pytest fixtures `store` and `clock`.
+
+    `store` is a fresh, empty store that measures leases by `clock`, a `FakeClock`.
+
+        class TestMyStore(StoreContract):
+            @pytest.fixture
+            def clock(self) -> FakeClock: return FakeClock()
+
+            @pytest.fixture
+            def store(self, clock: FakeClock) -> Iterator[Store]: ...
+    """
+
+    # --- create -------------------------------------------------------------------------------------------------------
+
+    def test_create_gives_the_run_to_its_owner_with_the_first_token(self, store: Store) -> None:
+        lease = _create(store, "r", rows=[a_row(1, "created", b"{}"), a_row(2)])
+        assert lease == Lease("r", "a", 1, _SECRET)
+        head = _head(store)
+        assert (head.run_id, head.owner, head.token, head.inbox, head.note) == ("r", "a", 1, 0, None)
+        assert store.read("r") == [a_row(1, "created", b"{}"), a_row(2)]
+        assert store.secret("r") == _SECRET
+
+    def test_a_run_is_created_once_and_a_second_create_changes_nothing(self, store: Store) -> None:
+        _create(store, "r")
+        before = (store.head("r"), store.read("r"), store.secret("r"))
+        assert store.create("r", "b", 30.0, b"other".ljust(32), [a_row(1, "created", b'{"goal":"other"}')], 9.0) is None
+        assert store.create("r", "a", 30.0, _SECRET, [a_row(1)], 1.0) is None
+        assert (store.head("r"), store.read("r"), store.secret("r")) == before
+
+    def test_a_run_that_could_not_be_created_whole_does_not_exist(self, store: Store) -> None:
+        _refuses(StoreError, lambda: _create(store, "r", rows=[a_row(1), a_row(3)]))
+        assert store.head("r") is None
+        assert store.read("r") == []
+        assert _create(store, "r").token == 1
+
+    def test_ids_are_data_whatever_they_hold(self, store: Store) -> None:
+        ids = ["'; DROP TABLE entries; --", "../../etc/passwd", "ä\u202e\U0001f600", "%s{0}", "a" * 255, "A", "A "]
+        for run_id in ids:
+            _create(store, run_id)
+        assert [summary.head.run_id for summary in store.summaries()] == ids
+        assert all(len(store.read(run_id)) == 1 for run_id in ids)
+
+    # --- claim, renew, release ----------------------------------------------------------------------------------------
+
+    def test_a_run_that_nobody_knows_cannot_be_claimed(self, store: Store) -> None:
+        error = _refuses(RunNotFound, lambda: store.claim("r", "a", 30.0))
+        assert error.run_id == "r"
+
+    def test_a_run_that_somebody_holds_cannot_be_claimed_and_stays_as_it_is(
+        self, store: Store, clock: FakeClock
+    ) -> None:
+        lease = _create(store, "r")
+        clock.advance(12.0)
+        error = _refuses(RunOwned, lambda: store.claim("r", "b", 30.0))
+        assert (error.run_id, error.owner) == ("r", "a")
+        assert abs(error.idle_seconds - 12.0) < 0.001
+        assert store.append("r", lease.token, 0, [a_row(2)], synced=True)
+
+    def test_a_run_that_was_given_back_goes_to_the_next_with_a_higher_token(self, store: Store) -> None:
+        first = _create(store, "r")
+        store.release("r", first.token)
+        head = _head(store)
+        assert head.owner is None
+        second = store.claim("r", "b", 30.0)
+        assert (second.run_id, second.owner, second.secret) == ("r", "b", _SECRET)
+        assert second.token > first.token
+        head = _head(store)
+        assert (head.owner, head.token) == ("b", second.token)
+
+    def test_a_lease_that_ran_out_can_be_taken_and_not_a_moment_earlier(self, store: Store, clock: FakeClock) -> None:
+        first = _create(store, "r", lease_seconds=30.0)
+        clock.advance(29.0)
+        _refuses(RunOwned, lambda: store.claim("r", "b", 30.0))
+        clock.advance(1.5)
+        assert store.claim("r", "b", 30.0).token > first.token
+
+    def test_the_wall_clock_decides_about_no_lease(self, store: Store, clock: FakeClock) -> None:
+        _create(store, "r", lease_seconds=30.0)
+        clock.set_wall(clock.now() + 1e6)
+        _refuses(RunOwned, lambda: store.claim("r", "b", 30.0))
+        clock.set_wall(0.0)
+        clock.advance(31.0)
+        store.claim("r", "b", 30.0)
+
+    def test_an_owner_that_claims_its_own_run_gets_the_lease_it_has_renewed(
+        self, store: Store, clock: FakeClock
+    ) -> None:
+        first = _create(store, "r", lease_seconds=30.0)
+        clock.advance(20.0)
+        assert store.claim("r", "a", 30.0) == first
+        clock.advance(20.0)
+        _refuses(RunOwned, lambda: store.claim("r", "b", 30.0))
+
+    def test_an_owner_that_gave_its_run_back_gets_a_new_token(self, store: Store) -> None:
+        first = _create(store, "r")
+        store.release("r", first.token)
+        assert store.claim("r", "a", 30.0).token > first.token
+
+    def test_no_token_is_handed_out_twice(self, store: Store, clock: FakeClock) -> None:
+        tokens = [_create(store, "r").token]
+        for turn in range(6):
+            if turn % 2:
+                store.release("r", tokens[-1])
+            else:
+                clock.advance(31.0)
+            tokens.append(store.claim("r", "ab"[turn % 2 == 0], 30.0).token)
+        assert tokens == sorted(set(tokens))
+
+    def test_renew_moves_the_end_of_the_lease(self, store: Store, clock: FakeClock) -> None:
+        lease = _create(store, "r", lease_seconds=30.0)
+        clock.advance(20.0)
+        store.renew("r", lease.token, 30.0)
+        clock.advance(20.0)
+        error = _refuses(RunOwned, lambda: store.claim("r", "b", 30.0))
+        assert abs(error.idle_seconds - 20.0) < 0.001
+        clock.advance(11.0)
+        store.claim("r", "b", 30.0)
+
+    def test_renew_tells_how_many_requests_there_are(self, store: Store) -> None:
+        lease = _create(store, "r")
+        assert store.renew("r", lease.token, 30.0) == 0
+        store.post("r", "cancel", b"", "operator", 1.0)
+        assert store.renew("r", lease.token, 30.0) == 1
+
+    def test_an_old_token_renews_nothing(self, store: Store, clock: FakeClock) -> None:
+        old = _create(store, "r", lease_seconds=30.0)
+        clock.advance(31.0)
+        store.claim("r", "b", 30.0)
+        error = _refuses(LeaseLost, lambda: store.renew("r", old.token, 1e6))
+        assert (error.run_id, error.token) == ("r", old.token)
+        clock.advance(31.0)
+        store.claim("r", "c", 30.0)
+
+    def test_an_old_token_releases_nothing(self, store: Store, clock: FakeClock) -> None:
+        old = _create(store, "r", lease_seconds=30.0)
+        clock.advance(31.0)
+        new = store.claim("r", "b", 30.0)
+        store.release("r", old.token)
+        head = _head(store)
+        assert (head.owner, head.token) == ("b", new.token)
+        store.release("unknown", 1)
+
+    # --- append and read ----------------------------------------------------------------------------------------------
+
+    def test_what_is_appended_is_read_as_it_was_byte_for_byte(self, store: Store) -> None:
+        lease = _create(store, "r")
+        rows = [
+            Row(2, "intent", "3.1.2", 1, b'{"a":"\xc3\xa4"}', b"r" * 96, b"\x00\xff", b"d" * 32, b"f" * 32),
+            Row(3, "outcome", "3.1.2", 1, b"{}", b"r" * 32, b"", b"e" * 32),
+            Row(4, "value", None, None, b"{}", b"r" * 32),
+            Row(5, "outcome", "4", 2, b"{}", b"r" * 32, b"cipher", None, None, "aes"),
+            Row(6, "outcome", "4", 3, b"{}", b"r" * 32, b"x" * 300_000, b"g" * 32),
+            Row(7, "outcome", "4", 4, b"{}", b"r" * 32, b"x" * 300_000, b"g" * 32),
+            Row(8, "outcome", "4", 5, b"{}", b"r" * 32, b"y" * 300_000, b"h" * 32, None, "zlib"),
+        ]
+        for row in rows:
+            assert store.append("r", lease.token, 0, [row], synced=row.seq % 2 == 0)
+        assert store.read("r", 1) == rows
+
+    def test_rows_that_are_appended_together_are_read_together(self, store: Store) -> None:
+        lease = _create(store, "r")
+        rows = [a_row(2), a_row(3, payload=b"x" * 200_000), a_row(4, payload=b"small")]
+        assert store.append("r", lease.token, 0, rows, synced=True)
+        assert store.read("r", 1) == rows
+
+    def test_read_gives_what_comes_after(self, store: Store) -> None:
+        lease = _create(store, "r")
+        store.append("r", lease.token, 0, [a_row(seq) for seq in range(2, 8)], synced=False)
+        assert [row.seq for row in store.read("r")] == [1, 2, 3, 4, 5, 6, 7]
+        assert [row.seq for row in store.read("r", 5)] == [6, 7]
+        assert store.read("r", 7) == []
+        assert store.read("unknown") == []
+
+    def test_an_old_token_appends_nothing(self, store: Store, clock: FakeClock) -> None:
+        old = _create(store, "r", lease_seconds=30.0)
+        clock.advance(31.0)
+        new = store.claim("r", "b", 30.0)
+        _refuses(LeaseLost, lambda: store.append("r", old.token, 0, [a_row(2)], synced=True))
+        _refuses(LeaseLost, lambda: store.append("r", old.token, 0, [a_row(2), a_row(3)], synced=True))
+        assert len(store.read("r")) == 1
+        assert store.append("r", new.token, 0, [a_row(2)], synced=True)
+
+    def test_who_gave_the_run_back_appends_and_renews_nothing(self, store: Store) -> None:
+        lease = _create(store, "r")
+        store.release("r", lease.token)
+        _refuses(LeaseLost, lambda: store.append("r", lease.token, 0, [a_row(2)], synced=True))
+        _refuses(LeaseLost, lambda: store.append("r", lease.token, 0, [a_row(2), a_row(3)], synced=True))
+        _refuses(LeaseLost, lambda: store.renew("r", lease.token, 30.0))
+        assert len(store.read("r")) == 1
+
+    def test_nothing_is_appended_to_a_run_that_nobody_knows(self, store: Store) -> None:
+        _refuses(RunNotFound, lambda: store.append("r", 1, 0, [a_row(1)], synced=True))
+        _refuses(RunNotFound, lambda: store.append("r", 1, 0, [a_row(1), a_row(2)], synced=True))
+        _refuses(RunNotFound, lambda: store.renew("r", 1, 30.0))
+        assert store.read("r") == []
+
+    def test_nothing_is_appended_past_a_request_that_was_not_read(self, store: Store) -> None:
+        lease = _create(store, "r")
+        store.post("r", "cancel", b"", "operator", 1.0)
+        assert store.append("r", lease.token, 0, [a_row(2)], synced=True) is False
+        assert store.append("r", lease.token, 0, [a_row(2), a_row(3)], synced=True) is False
+        assert len(store.read("r")) == 1
+        assert store.append("r", lease.token, 1, [a_row(2)], synced=True) is True
+
+    def test_rows_are_written_all_or_none(self, store: Store) -> None:
+        lease = _create(store, "r")
+        _refuses(StoreError, lambda: store.append("r", lease.token, 0, [a_row(2), a_row(4)], synced=True))
+        assert store.read("r") == [a_row(1, "created", b"{}")]
+        assert store.append("r", lease.token, 0, [a_row(2)], synced=True)
+
+    def test_no_entry_is_written_twice_and_none_is_left_out(self, store: Store) -> None:
+        lease = _create(store, "r")
+        assert store.append("r", lease.token, 0, [a_row(2)], synced=True)
+        for seq in (1, 2, 4):
+            _refuses(StoreError, partial(store.append, "r", lease.token, 0, [a_row(seq, "other")], synced=True))
+        assert [row.kind for row in store.read("r")] == ["created", "note"]
+
+    def test_runs_know_nothing_of_each_other(self, store: Store) -> None:
+        one, two = _create(store, "one"), _create(store, "two", owner="b")
+        store.post("two", "signal", b"", "somebody", 1.0)
+        assert store.append("one", one.token, 0, [a_row(2)], synced=True)
+        assert store.append("two", two.token, 1, [a_row(2, payload=b"2")], synced=True)
+        store.release("one", one.token)
+        assert store.append("two", two.token, 1, [a_row(3)], synced=True)
+        assert [row.payload for row in store.read("one")] == [b"{}", None]
+        assert [row.payload for row in store.read("two")] == [b"{}", b"2", None]
+
+    # --- inbox and note -----------------------------------------------------------------------------------------------
+
+    def test_requests_are_kept_in_the_order_in_which_they_came(self, store: Store) -> None:
+        _create(store, "r")
+        assert store.post("r", "signal", b'"\xff\x00"', "ann", 1.5) == 1
+        assert store.post("r", "cancel", b"", "bob", 2.5) == 2
+        requests = store.inbox("r", 0)
+        assert [(r.id, r.kind, r.payload, r.who, r.at) for r in requests] == [
+            (1, "signal", b'"\xff\x00"', "ann", 1.5),
+            (2, "cancel", b"", "bob", 2.5),
+        ]
+        assert store.inbox("r", 1) == requests[1:]
+        assert store.inbox("r", 2) == []
+        assert store.inbox("unknown", 0) == []
+        head = _head(store)
+        assert head.inbox == 2
+
+    def test_a_request_to_a_run_that_nobody_knows_is_refused(self, store: Store) -> None:
+        _refuses(RunNotFound, lambda: store.post("r", "cancel", b"", "operator", 1.0))
+        assert store.inbox("r", 0) == []
+
+    def test_a_request_needs_no_lease_and_outlives_an_owner(self, store: Store) -> None:
+        lease = _create(store, "r")
+        store.release("r", lease.token)
+        assert store.post("r", "cancel", b"", "operator", 1.0) == 1
+        lease = store.claim("r", "b", 30.0)
+        assert store.renew("r", lease.token, 30.0) == 1
+        assert len(store.inbox("r", 0)) == 1
+
+    def test_a_note_goes_with_the_next_entry(self, store: Store) -> None:
+        lease = _create(store, "r")
+        store.annotate("r", lease.token, "divergence at 3")
+        assert _note(store) == "divergence at 3"
+        assert store.append("r", lease.token, 0, [a_row(2)], synced=False)
+        assert _note(store) is None
+        store.annotate("r", lease.token, "again")
+        store.annotate("r", lease.token, None)
+        assert _note(store) is None
+
+    def test_a_note_goes_with_the_next_claim(self, store: Store) -> None:
+        lease = _create(store, "r")
+        store.annotate("r", lease.token, "divergence at 3")
+        store.release("r", lease.token)
+        assert _note(store) == "divergence at 3"
+        store.claim("r", "b", 30.0)
+        assert _note(store) is None
+
+    def test_a_refused_entry_leaves_the_note(self, store: Store) -> None:
+        lease = _create(store, "r")
+        store.annotate("r", lease.token, "divergence at 3")
+        store.post("r", "cancel", b"", "operator", 1.0)
+        assert store.append("r", lease.token, 0, [a_row(2)], synced=False) is False
+        assert _note(store) == "divergence at 3"
+
+    def test_an_old_token_notes_nothing(self, store: Store, clock: FakeClock) -> None:
+        old = _create(store, "r", lease_seconds=30.0)
+        clock.advance(31.0)
+        store.claim("r", "b", 30.0)
+        store.annotate("r", old.token, "late")
+        store.annotate("unknown", 1, "nobody")
+        assert _note(store) is None
+
+    # --- looking ------------------------------------------------------------------------------------------------------
+
+    def test_a_run_that_nobody_knows_has_no_head_and_no_secret(self, store: Store) -> None:
+        assert store.head("r") is None
+        assert store.secret("r") == b""
+        assert list(store.summaries("r")) == []
+
+    def test_summaries_show_head_and_first_and_last_entry_oldest_run_first(self, store: Store) -> None:
+        tokens = {run_id: _create(store, run_id, owner=f"o-{run_id}").token for run_id in ("z", "a", "m")}
+        store.append("a", tokens["a"], 0, [a_row(2), a_row(3, payload=b"x" * 100_000)], synced=False)
+        store.post("m", "cancel", b"", "operator", 1.0)
+        found = list(store.summaries())
+        assert [summary.head for summary in found] == [store.head(run_id) for run_id in ("z", "a", "m")]
+        assert [(summary.first, summary.last) for summary in found] == [
+            (store.read(run_id)[0], store.read(run_id)[-1]) for run_id in ("z", "a", "m")
+        ]
+        assert list(store.summaries("a")) == [found[1]]
+
+    def test_summaries_list_many_runs_once_each_while_others_write(self, store: Store) -> None:
+        lease = _create(store, "r0")
+        for number in range(1, 450):
+            _create(store, f"r{number}")
+        listed = []
+        for number, summary in enumerate(store.summaries()):
+            listed.append(summary.head.run_id)
+            if number < 3:
+                assert store.append("r0", lease.token, 0, [a_row(2 + number)], synced=False)
+        assert listed == [f"r{number}" for number in range(450)]
+
+    def test_a_sound_store_finds_nothing_wrong_with_itself(self, store: Store) -> None:
+        _create(store, "r")
+        assert list(store.check()) == []
+
+    # --- threads and the end ------------------------------------------------------------------------------------------
+
+    def test_threads_append_to_their_own_runs_at_once(self, store: Store) -> None:
+        leases = [_create(store, f"r{number}", owner=f"o{number}") for number in range(8)]
+
+        def work(lease: Lease) -> None:
+            for seq in range(2, 42):
+                assert store.append(lease.run_id, lease.token, 0, [a_row(seq, lease.run_id)], synced=False)
+                assert store.read(lease.run_id, seq - 1) == [a_row(seq, lease.run_id)]
+
+        _in_threads([partial(work, lease) for lease in leases])
+        for lease in leases:
+            assert [row.seq for row in store.read(lease.run_id)] == list(range(1, 42))
+
+    def test_of_threads_that_claim_one_run_one_gets_it(self, store: Store) -> None:
+        lease = _create(store, "r")
+        store.release("r", lease.token)
+        got: list[Lease] = []
+
+        def work(owner: str) -> None:
+            with contextlib.suppress(RunOwned):
+                got.append(store.claim("r", owner, 30.0))
+
+        _in_threads([partial(work, owner) for owner in "abcdefgh"])
+        assert len(got) == 1
+        head = _head(store)
+        assert (head.owner, head.token) == (got[0].owner, got[0].token)
+
+    def test_of_threads_that_create_one_run_one_gets_it(self, store: Store) -> None:
+        got: list[Lease | None] = []
+
+        def work(owner: str) -> None:
+            got.append(store.create("r", owner, 30.0, _SECRET, [a_row(1, "created")], 1.0))
+
+        _in_threads([partial(work, owner) for owner in "abcdefgh"])
+        assert sum(lease is not None for lease in got) == 1
+        assert len(store.read("r")) == 1
+
+    def test_of_threads_that_post_each_gets_a_number_of_its_own(self, store: Store) -> None:
+        _create(store, "r")
+        got: list[int] = []
+        _in_threads([lambda: got.append(store.post("r", "signal", b"", "x", 1.0)) for _ in range(8)])
+        assert sorted(got) == list(range(1, 9))
+        assert [request.id for request in store.inbox("r", 0)] == list(range(1, 9))
+
+    def test_a_closed_store_says_so_and_can_be_closed_again(self, store: Store) -> None:
+        lease = _create(store, "r")
+        store.close()
+        store.close()
+        for call in (
+            lambda: _create(store, "s"),
+            lambda: store.claim("r", "a", 30.0),
+            lambda: store.renew("r", lease.token, 30.0),
+            lambda: store.append("r", lease.token, 0, [a_row(2)], synced=True),
+            lambda: store.read("r"),
+            lambda: store.head("r"),
+            lambda: list(store.summaries()),
+            lambda: store.post("r", "cancel", b"", "operator", 1.0),
+        ):
+            error = _refuses(StoreUnavailable, call)
+            assert "closed" in str(error)
+
+
+_E = TypeVar("_E", bound=LedgerError)
+_SECRET = b"s" * 32
+
+
+def _create(
+    store: Store,
+    run_id: str,
+    *,
+    owner: str = "a",
+    lease_seconds: float = 30.0,
+    rows: Sequence[Row] | None = None,
+) -> Lease:
+    lease = store.create(run_id, owner, lease_seconds, _SECRET, rows or [a_row(1, "created", b"{}")], 1.0)
+    assert lease is not None
+    return lease
+
+
+def _head(store: Store) -> Head:
+    head = store.head("r")
+    assert head is not None
+    return head
+
+
+def _note(store: Store) -> str | None:
+    return _head(store).note
+
+
+def _refuses(kind: type[_E], call: Callable[[], object]) -> _E:
+    try:
+        call()
+    except kind as error:
+        return error
+    raise AssertionError(f"{kind.__name__} was expected, and nothing was raised")
+
+
+def _in_threads(calls: Sequence[Callable[[], object]]) -> None:
+    failures: list[BaseException] = []
+    start = threading.Barrier(len(calls))
+
+    def run(call: Callable[[], object]) -> None:
+        try:
+            start.wait(30)
+            call()
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=run, args=(call,), daemon=True) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    if failures:
+        raise failures[0]
+    assert not any(thread.is_alive() for thread in threads)

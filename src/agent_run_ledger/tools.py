@@ -1,0 +1,107 @@
+"""What a Python function tells about itself: the parameters it takes, and a digest of its code."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from types import CodeType, FunctionType
+from typing import Any, get_type_hints
+
+from agent_run_ledger import __version__
+from agent_run_ledger.errors import InvalidArguments
+from agent_run_ledger.rules import digests
+
+_VARARGS, _VARKEYWORDS, _COROUTINE, _ASYNC_GENERATOR = 0x04, 0x08, 0x80, 0x200
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """What may be given to a function by keyword, and what it is made of."""
+
+    names: tuple[str, ...]
+    required: tuple[str, ...]
+    takes_any: bool
+    is_async: bool
+    code: str
+
+
+def signature(function: Callable[..., Any]) -> Signature:
+    """Read a function's parameters. Raises `TypeError` for what cannot be called."""
+    if type(function) is FunctionType and not hasattr(function, "__wrapped__"):
+        defaults = len(function.__defaults__ or ())
+        keyword_defaults = frozenset(function.__kwdefaults__ or ())
+        return _of_code(function.__code__, defaults, keyword_defaults)
+    return _inspected(function)
+
+
+@lru_cache(maxsize=4096)
+def _of_code(code: CodeType, defaults: int, keyword_defaults: frozenset[str]) -> Signature:
+    positional = code.co_varnames[: code.co_argcount]
+    keyword_only = code.co_varnames[code.co_argcount : code.co_argcount + code.co_kwonlyargcount]
+    required = positional[: len(positional) - defaults] + tuple(n for n in keyword_only if n not in keyword_defaults)
+    return Signature(
+        names=positional[code.co_posonlyargcount :] + keyword_only,
+        required=required,
+        takes_any=bool(code.co_flags & _VARKEYWORDS),
+        is_async=bool(code.co_flags & (_COROUTINE | _ASYNC_GENERATOR)),
+        code=digests.code_digest(code),
+    )
+
+
+def _inspected(function: Callable[..., Any]) -> Signature:
+    import inspect
+
+    if not callable(function):
+        raise TypeError(f"{function!r} is not callable")
+    inner = inspect.unwrap(function)
+    while hasattr(inner, "func"):  # functools.partial
+        inner = inner.func
+    inner = getattr(inner, "__func__", inner)
+    code = getattr(inner, "__code__", None) or getattr(getattr(type(inner), "__call__", None), "__code__", None)
+    is_async = inspect.iscoroutinefunction(inner) or inspect.isasyncgenfunction(inner)
+    if not is_async and not isinstance(inner, type):
+        is_async = inspect.iscoroutinefunction(getattr(inner, "__call__", None))  # noqa: B004 - not a test of callability
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):  # built-in functions without a signature
+        parameters = []
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return Signature(
+        names=tuple(p.name for p in parameters if p.kind in named),
+        required=tuple(
+            p.name
+            for p in parameters
+            if p.default is p.empty and p.kind in (*named, inspect.Parameter.POSITIONAL_ONLY)
+        ),
+        takes_any=any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters),
+        is_async=is_async,
+        code=digests.code_digest(code) if isinstance(code, CodeType) else "",
+    )
+
+
+def check_arguments(tool: str, takes: Signature, arguments: Mapping[str, Any]) -> None:
+    """Raises `InvalidArguments` where the stored arguments could not be given to the function by keyword."""
+    missing = [name for name in takes.required if name not in arguments]
+    extra = [] if takes.takes_any else [name for name in arguments if name not in takes.names]
+    if missing or extra:
+        said = [f"missing: {', '.join(missing)}"] if missing else []
+        said += [f"not a parameter: {', '.join(map(str, extra))}"] if extra else []
+        raise InvalidArguments(f"{tool!r} cannot be called with these arguments ({'; '.join(said)}); nothing was dispatched")
+
+
+def environment(takes: Signature, version: str | None) -> str:
+    """What a tool's result may depend on beside its input: its declared version or its code, and the versions beneath it."""
+    return f"{version or takes.code} {_BENEATH}"
+
+
+_BENEATH = f"{__version__} python {sys.version_info.major}.{sys.version_info.minor}"
+
+
+def hints(function: Callable[..., Any]) -> dict[str, Any]:
+    """The annotations of a function, resolved; {} where it has none or they name what is not there."""
+    try:
+        return get_type_hints(function, include_extras=True)
+    except Exception:  # an annotation may be any expression: without it values stay plain, which is what they are stored as
+        return {}
