@@ -12,7 +12,7 @@ from random import random
 from types import TracebackType
 from typing import Any, Self
 
-from agent_run_ledger import tools
+from agent_run_ledger.rules import functions
 from agent_run_ledger.contract import Clock, Store, Summary
 from agent_run_ledger.drivers.leases import HeldRun, Leases
 from agent_run_ledger.drivers.sync import SyncDriver
@@ -404,24 +404,24 @@ def function_call(
     """A call as the program spells it, checked as far as it can be before anything happens."""
     if not isinstance(arguments, Mapping):
         raise InvalidArguments(f"the arguments of {tool!r} must be a mapping, not {type(arguments).__name__}")
-    takes = tools.signature(function)
+    takes = functions.signature(function)
     if takes.is_async:
         raise InvalidArguments(
             f"{tool!r} is an async function: execute_step cannot await it, aexecute_step is for that; nothing was dispatched"
         )
     passes = bool(takes.required)
     if passes:
-        tools.check_arguments(tool, takes, arguments)
+        functions.check_arguments(tool, takes, arguments)
     annotated = passes and getattr(function, "__annotations__", None)
     return Call(
         check_name("tool_name", tool),
         arguments if type(arguments) is dict else dict(arguments),
         function,
         options,
-        tools.environment(takes, options.version),
+        functions.environment(takes, options.version),
         passes,
         limit,
-        parameters={n: a for n, a in tools.hints(function).items() if n != "return"} if annotated else {},
+        parameters={n: a for n, a in functions.hints(function).items() if n != "return"} if annotated else {},
     )
 
 

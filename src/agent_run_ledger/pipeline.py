@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
-from agent_run_ledger import tools
+from agent_run_ledger.rules import functions
 from agent_run_ledger.contract import Clock, Store
 from agent_run_ledger.drivers.leases import HeldRun
 from agent_run_ledger.engine import runs
@@ -47,10 +47,10 @@ class Step:
         if isinstance(depends_on, str):
             raise InvalidPipeline(f"step {name!r}: depends_on takes a list of step names, not the string {depends_on!r}")
         self.depends_on = tuple(depends_on)
-        self.takes = tools.signature(fn)
+        self.takes = functions.signature(fn)
         if self.takes.is_async:
             raise InvalidPipeline(f"step {name!r} is an async function: this version runs synchronous steps only")
-        hints = tools.hints(fn)
+        hints = functions.hints(fn)
         returned = hints.pop("return", None)
         self.parameters = hints
         types = (exception_types(raises), exception_types(fatal))
@@ -188,7 +188,7 @@ class RunLedger(Ledger):
             raise
 
     def _call(self, each: Step, arguments: dict[str, Any]) -> Call:
-        environment = tools.environment(each.takes, each.options.version)
+        environment = functions.environment(each.takes, each.options.version)
         return Call(
             each.name, arguments, each.fn, each.options, environment, True, self._payload_limit, each.parameters, each.name,
             each.depends_on,

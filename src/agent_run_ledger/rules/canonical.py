@@ -607,7 +607,7 @@ def difference(stored: bytes, asked: bytes) -> str | None:
         return None
     try:
         return _differ(_read_raw(stored.decode())[0], _read_raw(asked.decode())[0], "$") or "$"
-    except (ValueError, RecursionError):
+    except Exception:  # one of them is not ours
         return "$"
 
 

@@ -123,7 +123,7 @@ def _frames_of_ours() -> int:
     frame, level = sys._getframe(1), 1
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("agent_run_ledger."):
         frame, level = frame.f_back, level + 1
-    return level - 1
+    return level
 
 
 def _note_once(key: str, message: str) -> None:
@@ -438,20 +438,23 @@ _STABLE_FACTORIES = (list, dict, set, tuple, frozenset, str, int, float, bool, b
 
 
 def _build_model(cls: Any, plain: Any) -> Any:
-    if type(plain) is dict and not getattr(cls, "__pydantic_root_model__", False):
-        missing = {
-            name: field for name, field in cls.model_fields.items() if name not in plain and field.alias not in plain
-        }
+    is_fields = type(plain) is dict and not getattr(cls, "__pydantic_root_model__", False)
+    if is_fields:
+        missing = {name: field for name, field in cls.model_fields.items() if plain.keys().isdisjoint(_keys_of(name, field))}
         _refuse_fresh_defaults(cls, {name: field.default_factory for name, field in missing.items()})
     try:
         built = cls.model_validate(plain, strict=False)
     except ValueError:
-        built = cls.model_validate(
-            plain, strict=False, by_alias=True, by_name=True
-        )  # dumped by name, declared by alias
-    if type(plain) is dict and len(built.model_dump(round_trip=True)) < len(plain):
-        raise Misfit(f"{_named(cls)} would lose a part of it")
+        built = cls.model_validate(plain, strict=False, by_alias=True, by_name=True)  # dumped by name, declared by alias
+    if is_fields:  # a model ignores what it does not know, and a subclass's fields with it
+        known = {key for name, field in cls.model_fields.items() for key in _keys_of(name, field)}
+        if lost := plain.keys() - known - (built.model_extra or {}).keys():
+            raise Misfit(f"{_named(cls)} has no field {min(lost, key=str)!r}")
     return built
+
+
+def _keys_of(name: str, field: Any) -> tuple[Any, ...]:
+    return (name, field.alias, field.validation_alias if isinstance(field.validation_alias, str) else name)
 
 
 def _refuse_fresh_defaults(cls: type, factories: dict[str, Any]) -> None:

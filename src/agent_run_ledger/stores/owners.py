@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import os
 import re
 import sys
@@ -110,8 +109,11 @@ class Owners:
         return owners
 
     def _path(self, owner: str) -> str:
-        is_plain = _PLAIN_NAME.fullmatch(owner) is not None and not owner.startswith("sha256_")
-        return os.path.join(self.folder, owner if is_plain else "sha256_" + hashlib.sha256(owner.encode()).hexdigest())
+        if _PLAIN_NAME.fullmatch(owner) and not owner.startswith("sha256_"):
+            return os.path.join(self.folder, owner)
+        import hashlib
+
+        return os.path.join(self.folder, "sha256_" + hashlib.sha256(owner.encode()).hexdigest())
 
     def _open(self, path: str, flags: int) -> int:
         flags |= os.O_RDWR | getattr(os, "O_CLOEXEC", 0)
