@@ -80,11 +80,15 @@ hashable_leaves = st.one_of(
 )
 hashables = st.recursive(
     hashable_leaves,
-    lambda inner: st.one_of(st.tuples(inner, inner), st.lists(inner, max_size=3).map(tuple), st.frozensets(inner, max_size=3)),
+    lambda inner: st.one_of(
+        st.tuples(inner, inner), st.lists(inner, max_size=3).map(tuple), st.frozensets(inner, max_size=3)
+    ),
     max_leaves=4,
 )
 plain_json = st.recursive(
-    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False, allow_infinity=False), text, tag_like),
+    st.one_of(
+        st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False, allow_infinity=False), text, tag_like
+    ),
     lambda inner: st.one_of(st.lists(inner, max_size=4), st.dictionaries(text, inner, max_size=4)),
     max_leaves=20,
 )
@@ -207,7 +211,9 @@ def reference(value: Any) -> str:
     if isinstance(value, str):
         short = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\r": "\\r", "\t": "\\t", "\b": "\\b", "\f": "\\f"}
         return '"' + "".join(short.get(c) or (f"\\u{ord(c):04x}" if c < " " else c) for c in value) + '"'
-    return {None: "null", True: "true", False: "false"}[value] if value is None or isinstance(value, bool) else repr(value)
+    return (
+        {None: "null", True: "true", False: "false"}[value] if value is None or isinstance(value, bool) else repr(value)
+    )
 
 
 @given(plain_json)
@@ -427,7 +433,11 @@ def test_bytes_that_are_not_ours_are_undecodable(data: bytes) -> None:
         decode(data)
 
 
-@given(st.binary() | text.map(str.encode) | st.builds(lambda t, v: b'{"' + t.encode() + b'":' + encode(v) + b"}", tag_like, plain_json))
+@given(
+    st.binary()
+    | text.map(str.encode)
+    | st.builds(lambda t, v: b'{"' + t.encode() + b'":' + encode(v) + b"}", tag_like, plain_json)
+)
 @pytest.mark.filterwarnings("ignore::agent_run_ledger.errors.PlainDataWarning")
 def test_no_bytes_raise_anything_but_undecodable(data: bytes) -> None:
     with contextlib.suppress(Undecodable):
@@ -502,7 +512,7 @@ CLASSES: list[tuple[Any, Any, type]] = [
     (OrderedDict(b=1, a=2), {"a": 2, "b": 1}, OrderedDict),
     (Counter("aab"), {"a": 2, "b": 1}, Counter),
     (defaultdict(list, k=[1]), {"k": [1]}, defaultdict),
-    (Moment(2026, 1, 2), datetime(2026, 1, 2), Moment),
+    (Moment(2026, 1, 2, tzinfo=UTC), datetime(2026, 1, 2, tzinfo=UTC), Moment),
 ]
 
 
@@ -802,8 +812,8 @@ class Refusing(str):
 def test_what_cannot_be_built_stays_plain_with_one_warning(annotation: Any, plain: Any) -> None:
     with pytest.warns(PlainDataWarning, match="plain data") as caught:
         assert rebuild(annotation, plain) is plain
-        assert rebuild(annotation, plain) is plain
     assert len(caught) == 1
+    assert rebuild(annotation, plain) is plain  # a second warning would be an error
 
 
 def test_reading_never_raises_even_where_warnings_are_errors() -> None:
@@ -824,7 +834,7 @@ def test_rebuild_never_raises(value: Any) -> None:
             rebuild(annotation, value)
 
 
-def local_factory() -> tuple[Any, Any]:
+def local_class() -> tuple[Any, Any]:
     @dataclasses.dataclass
     class Inner:
         n: int
@@ -835,36 +845,18 @@ def local_factory() -> tuple[Any, Any]:
         again: "Outer | None"
         colour: "Colour"
 
-    def tool() -> "Outer":
-        return Outer(Inner(1), None, Colour.RED)
-
-    return Outer, tool
+    return Outer, Outer(Inner(1), None, Colour.RED)
 
 
 def test_classes_local_to_a_function_are_built_as_far_as_their_names_can_be_found() -> None:
-    outer, tool = local_factory()
-    assert canonical.returned(tool) is outer
+    outer, value = local_class()
     with pytest.warns(PlainDataWarning, match="Inner") as caught:
-        data = encode(tool(), declared=outer)
+        data = encode(value, declared=outer)
     assert len(caught) == 1
     back = rebuild(outer, decode(data))
     assert type(back) is outer
     assert back.inner == {"n": 1}
     assert back.colour is Colour.RED
-
-
-def test_the_return_annotation_of_a_function_is_resolved() -> None:
-    def text_annotation() -> "list[Colour]": ...  # type: ignore[empty-body]
-    def bare(): ...  # type: ignore[no-untyped-def]
-    def plain() -> "dict": ...  # type: ignore[type-arg, empty-body]
-    def unknown() -> "NoSuchName": ...  # type: ignore[name-defined]  # noqa: F821
-
-    class Tools:
-        def find(self) -> "Colour": ...  # type: ignore[empty-body]
-
-    assert canonical.returned(text_annotation) == list[Colour]
-    assert canonical.returned(Tools().find) is Colour
-    assert not any(declared(canonical.returned(function)) for function in (bare, plain, unknown, len, print))
 
 
 # --- differences ------------------------------------------------------------------------------------------------------
@@ -888,7 +880,7 @@ def test_the_return_annotation_of_a_function_is_resolved() -> None:
         ({"x": {1: 2}}, {"x": {3: 2}}, "$.x"),
         ({"x": {1, 2}}, {"x": {1, 3}}, "$.x"),
         ({"$x": 1}, {"$x": 2}, '$["$x"]'),
-        ({"t": datetime(2026, 1, 1)}, {"t": datetime(2026, 1, 2)}, "$.t"),
+        ({"t": date(2026, 1, 1)}, {"t": date(2026, 1, 2)}, "$.t"),
         ({"n": 10**5000}, {"n": 10**5000 + 1}, "$.n"),
     ],
 )  # fmt: skip

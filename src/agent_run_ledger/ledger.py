@@ -25,6 +25,7 @@ from agent_run_ledger.errors import (
     InvalidArguments,
     LedgerError,
     NotDurableWarning,
+    RunInputMismatch,
     RunNotFound,
     RunOwned,
     UnserialisableArguments,
@@ -190,13 +191,23 @@ class Ledger:
     def _run(self, run_id: str) -> HeldRun:
         return self._leases.run(check_name("run_id", run_id))
 
-    def _attach(self, run: HeldRun, wait: float | None) -> None:
-        """Take a run that exists; its program begins at its first line."""
+    def _attach(self, run: HeldRun, wait: float | None, draft: Draft | None = None) -> None:
+        """Take a run that exists, if it was created as `draft` says; its program begins at its first line."""
         with run.lock:
             if run.in_flight is not None or run.pins:
                 raise RunOwned(run.run_id, self._leases.owner, 0.0)  # another thread of this ledger drives it
-            run.restart()
+            was_held = run.is_held
+            run.is_settled = False
         self._leases.await_claim(run, wait)
+        if draft is not None:
+            try:
+                runs.check_same(run.history, draft)
+            except RunInputMismatch:
+                if not was_held:
+                    self._leases.give_back(run)
+                raise
+        with run.lock:
+            run.restart()
 
     def _start(self, run_id: str | None, draft: Draft, wait: float | None) -> HeldRun:
         """Create a run, or attach to the one that has this id: its program begins at its first line."""
@@ -211,8 +222,7 @@ class Ledger:
             if run is not None:
                 return run
         run = self._leases.run(name)
-        self._attach(run, wait)
-        runs.check_same(run.history, draft)
+        self._attach(run, wait, draft)
         return run
 
 
@@ -418,7 +428,7 @@ def function_call(
         arguments if type(arguments) is dict else dict(arguments),
         function,
         options,
-        functions.environment(takes, options.version),
+        functions.environment(options.version) if options.version else takes.environment,
         passes,
         limit,
         parameters={n: a for n, a in functions.hints(function).items() if n != "return"} if annotated else {},

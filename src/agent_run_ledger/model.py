@@ -9,7 +9,7 @@ from typing import Literal
 
 
 class RunState(StrEnum):
-    """Where a run stands. The last four are final."""
+    """Where a run stands. The last four are final (`is_terminal`)."""
 
     PENDING = "PENDING"
     RUNNING = "RUNNING"
@@ -21,12 +21,13 @@ class RunState(StrEnum):
     DEAD_LETTER = "DEAD_LETTER"
     CANCELLED = "CANCELLED"
 
-    @property
-    def is_terminal(self) -> bool:
-        return self in _TERMINAL
+    __hash__ = str.__hash__  # equal strings hash alike anyway, and Enum's own hash is Python code on the step path
+
+    is_terminal: bool
 
 
-_TERMINAL = frozenset({RunState.COMPLETED, RunState.FAILED, RunState.DEAD_LETTER, RunState.CANCELLED})
+for _state in RunState:
+    _state.is_terminal = _state in (RunState.COMPLETED, RunState.FAILED, RunState.DEAD_LETTER, RunState.CANCELLED)
 
 
 class Event(StrEnum):
@@ -45,6 +46,8 @@ class Event(StrEnum):
     FINISH = "FINISH"
     ABORT = "ABORT"
     CANCEL = "CANCEL"
+
+    __hash__ = str.__hash__  # as above
 
 
 class StepState(StrEnum):

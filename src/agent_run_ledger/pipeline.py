@@ -188,7 +188,8 @@ class RunLedger(Ledger):
             raise
 
     def _call(self, each: Step, arguments: dict[str, Any]) -> Call:
-        environment = functions.environment(each.takes, each.options.version)
+        version = each.options.version
+        environment = functions.environment(version) if version else each.takes.environment
         return Call(
             each.name, arguments, each.fn, each.options, environment, True, self._payload_limit, each.parameters, each.name,
             each.depends_on,

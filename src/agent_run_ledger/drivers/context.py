@@ -11,17 +11,39 @@ from agent_run_ledger.engine.history import StepHistory
 class StepContext:
     """The step that is being executed, as its function sees it through `current_step()`."""
 
+    __slots__ = ("_leases", "_run", "_step", "fencing_token")
+
     def __init__(self, leases: Leases, run: HeldRun, step: StepHistory) -> None:
         self._leases = leases
         self._run = run
-        self.run_id = run.run_id
-        self.step_number = step.number
-        self.position = step.position
-        self.tool_name = step.tool
-        self.idempotency_key = step.key
-        """The same for every attempt of this step, after any crash: give it to the receiver."""
-        self.attempt = step.attempts
+        self._step = step
         self.fencing_token = run.token
+
+    @property
+    def run_id(self) -> str:
+        return self._run.run_id
+
+    @property
+    def step_number(self) -> int:
+        return self._step.number
+
+    @property
+    def position(self) -> str:
+        return self._step.position
+
+    @property
+    def tool_name(self) -> str:
+        return self._step.tool
+
+    @property
+    def idempotency_key(self) -> str:
+        """The same for every attempt of this step, after any crash: give it to the receiver."""
+        return self._step.key
+
+    @property
+    def attempt(self) -> int:
+        """Which dispatch of the step this is, from 1."""
+        return self._step.attempts
 
     def heartbeat(self) -> None:
         """Renew the lease now. Raises `LeaseLost` where the run was taken over: stop what you are doing then."""

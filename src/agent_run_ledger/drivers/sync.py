@@ -7,11 +7,12 @@ import sys
 import warnings
 from typing import Any, TypeVar, cast
 
-from agent_run_ledger.contract import Clock, Row, Store
+from agent_run_ledger.contract import Clock, Store
 from agent_run_ledger.drivers.context import StepContext, step_variable
 from agent_run_ledger.drivers.leases import HeldRun, Leases
 from agent_run_ledger.engine.commit import prepare
 from agent_run_ledger.engine.effects import Commit, Effect, Flow, GiveBack, Invoke, Moment, Result, Wait, Warn
+from agent_run_ledger.engine.log import Sealed
 from agent_run_ledger.errors import LeaseLost, StoreError
 
 T = TypeVar("T")
@@ -45,17 +46,16 @@ class SyncDriver:
 
     def perform(self, effect: Effect) -> Any:
         """Perform one effect and answer it. A test overrides this to stop at every effect, as a crash would."""
-        match effect:
-            case Commit():
-                return self._commit(effect)
-            case Invoke():
-                return self._invoke(effect)
-            case Wait():
-                return self._wait(effect)
-            case GiveBack():
-                return self._leases.give_back(cast(HeldRun, effect.run), effect.note)
-            case Warn():
-                return self._warn(effect)
+        kind = type(effect)
+        if kind is Commit:
+            return self._commit(effect)
+        if kind is Invoke:
+            return self._invoke(effect)
+        if kind is Wait:
+            return self._wait(effect)
+        if kind is Warn:
+            return self._warn(effect)
+        return self._leases.give_back(cast(HeldRun, effect.run), effect.note)
 
     def _commit(self, effect: Commit) -> Any:
         run = cast(HeldRun, effect.run)
@@ -75,7 +75,7 @@ class SyncDriver:
             raise plan.error
         return plan.answer
 
-    def _append(self, run: HeldRun, sealed: list[tuple[Row, dict[str, Any]]], synced: bool) -> bool:
+    def _append(self, run: HeldRun, sealed: list[Sealed], synced: bool) -> bool:
         """Append and take in; False where somebody has asked something of the run meanwhile, so decide again."""
         try:
             written = self._store.append(run.run_id, run.token, run.inbox, [row for row, _ in sealed], synced=synced)
@@ -106,8 +106,8 @@ class SyncDriver:
             return Result(None, error)
         finally:
             step_variable.reset(token)
-        if hasattr(value, "__await__"):
-            if hasattr(value, "close"):
+        if hasattr(type(value), "__await__"):  # asked of the class: an object may answer for itself with anything
+            if hasattr(type(value), "close"):
                 value.close()
             return Result(None, TypeError(f"{effect.step.tool!r} returned an awaitable: a synchronous run cannot await it"))
         return Result(value, None)

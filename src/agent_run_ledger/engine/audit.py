@@ -95,8 +95,8 @@ class _Auditor:
 
     def payload(self, row: Row, body: dict[str, Any]) -> None:
         if "payload" not in body:
-            if row.payload is not None or row.digest is not None or row.fingerprint is not None:
-                self.found(row.seq, "payload", "there is a payload, digest or fingerprint where the hashed body names none")
+            if any(each is not None for each in (row.payload, row.digest, row.fingerprint, row.encoding)):
+                self.found(row.seq, "payload", "there is a payload, or what goes with one, where the hashed body names none")
             return
         if row.payload is None:
             if row.digest is not None:
@@ -107,7 +107,9 @@ class _Auditor:
         if row.encoding is not None:
             self.found(row.seq, "payload", f"the payload's encoding {row.encoding!r} is not known to this version")
             return
-        if self.secret and digests.salted(self.secret, row.payload) != body["payload"]:
+        if not self.secret:
+            self.found(row.seq, "secret", "the run's secret is gone and this payload is not: nothing binds it any more")
+        elif digests.salted(self.secret, row.payload) != body["payload"]:
             self.found(row.seq, "payload", "the payload is not the one whose salted digest is in the hashed body")
         if row.digest != digests.plain(row.payload):
             self.found(row.seq, "digest", "the plain digest is not that of the payload")
@@ -145,7 +147,7 @@ class _Auditor:
             self.token = token
         self.steps += row.kind == "intent" and row.attempt == 1
         self.refused += row.kind == "refused"
-        if (body.get("steps"), body.get("refused")) != (self.steps, self.refused):
+        if (body.get("steps"), body.get("refused", 0)) != (self.steps, self.refused):
             self.found(row.seq, "count", f"steps and refusals are {self.steps} and {self.refused}, the body says otherwise")
 
     def head(self, head: Head | None) -> None:

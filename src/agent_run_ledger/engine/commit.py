@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from agent_run_ledger.contract import Row
 from agent_run_ledger.engine.effects import Decision, Moment, Plan
-from agent_run_ledger.engine.log import seal
+from agent_run_ledger.engine.log import Sealed, seal
 from agent_run_ledger.engine.live import LiveRun
 from agent_run_ledger.engine.runs import honour
 from agent_run_ledger.rules import lifecycle
 
 
-def prepare(run: LiveRun, decide: Decision, moment: Moment) -> tuple[Plan, list[tuple[Row, dict[str, Any]]]]:
+def prepare(run: LiveRun, decide: Decision, moment: Moment) -> tuple[Plan, list[Sealed]]:
     """Decide, and seal what is to be appended; nothing is changed yet. Requests come after what the flow decided, in order."""
     plan = decide(run, moment)
     drafts = plan.drafts

@@ -11,8 +11,7 @@ from agent_run_ledger.engine.log import Draft
 from agent_run_ledger.engine.live import LiveRun
 
 
-@dataclass(frozen=True, slots=True)
-class Moment:
+class Moment(NamedTuple):
     """What a decision may not fetch for itself: the time (Unix seconds) and a random number from [0, 1)."""
 
     now: float
@@ -33,8 +32,7 @@ class Plan:
 Decision = Callable[[LiveRun, Moment], Plan]
 
 
-@dataclass(frozen=True, slots=True)
-class Commit:
+class Commit(NamedTuple):
     """Decide on the run as it is under its lock, and append what was decided, in one transaction."""
 
     run: LiveRun
@@ -50,8 +48,7 @@ class Result(NamedTuple):
     error: BaseException | None
 
 
-@dataclass(frozen=True, slots=True)
-class Invoke:
+class Invoke(NamedTuple):
     """Call the user's function, outside every lock and transaction; the answer is a `Result`, also where it raised.
 
     Before it is called the driver makes sure that the lease still holds; `LeaseLost` is thrown into the flow where it does not.
@@ -63,24 +60,21 @@ class Invoke:
     arguments: dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Wait:
+class Wait(NamedTuple):
     """Come back when the wall clock has reached `until`, or when somebody asks something of the run."""
 
     run: LiveRun
     until: float
 
 
-@dataclass(frozen=True, slots=True)
-class GiveBack:
+class GiveBack(NamedTuple):
     """Let go of the run's lease; leave `note` on its head."""
 
     run: LiveRun
     note: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Warn:
+class Warn(NamedTuple):
     """Tell the caller something that is no error."""
 
     category: type[Warning]

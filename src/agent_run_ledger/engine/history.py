@@ -13,12 +13,13 @@ from agent_run_ledger.model import RunState
 from agent_run_ledger.rules.loops import OK, Call, Rule
 
 _parse = json.JSONDecoder().decode
+_STATES = {str(state): state for state in RunState}
 
 
 class Outcome:
     """How an attempt ended: `ok` is `completed`, `failed`, `cancelled` or `unstorable` (executed, output not storable)."""
 
-    __slots__ = ("at", "body", "digest", "ok", "payload", "retry_at", "seq")
+    __slots__ = ("at", "digest", "ok", "payload", "retry_at", "salted", "seq")
 
     def __init__(self, row: Row, body: dict[str, Any]) -> None:
         self.seq = row.seq
@@ -27,7 +28,7 @@ class Outcome:
         self.retry_at: float | None = body.get("retry_at")
         self.payload = row.payload
         self.digest = row.digest
-        self.body = body
+        self.salted: str = body["payload"]
 
     @property
     def is_final(self) -> bool:
@@ -39,8 +40,8 @@ class StepHistory:
     """One step: its first intent, its attempts, and the outcome of the last of them. `outcome` None: in flight or in doubt."""
 
     __slots__ = (
-        "arguments", "attempts", "attempts_of_code", "created_at", "dependencies", "digest", "effect", "fingerprint",
-        "followed", "input", "key", "kind", "last", "leaf", "left", "number", "outcome", "position", "redispatched", "state", "step_hash",
+        "arguments", "attempts", "attempts_of_code", "created_at", "dependencies", "digest", "earlier", "effect", "environment", "fingerprint",
+        "followed", "input", "key", "kind", "last", "leaf", "left", "number", "outcome", "position", "redispatched", "state",
         "token", "tool", "version", "wait",
     )  # fmt: skip
 
@@ -60,23 +61,26 @@ class StepHistory:
         self.attempts = 0
         self.attempts_of_code = 0
         self.wait = 0.0
-        self.step_hash = ""
+        self.environment = ""
         self.followed = False
         self.redispatched = 0
         """The attempt that was made without knowing what a second dispatch does; 0: none was."""
         self.outcome: Outcome | None = None
+        self.earlier: Outcome | None = None
+        """The outcome of the attempt before the one under way."""
         self.dispatched(row, body)
 
     def dispatched(self, row: Row, body: dict[str, Any]) -> None:
         """An intent: the next attempt of this step is under way. Changed code starts the count of attempts afresh."""
         self.attempts = body["attempt"]
-        self.attempts_of_code = self.attempts_of_code + 1 if body["hash"] == self.step_hash else 1
-        self.step_hash = body["hash"]
+        self.attempts_of_code = self.attempts_of_code + 1 if body["environment"] == self.environment else 1
+        self.environment = body["environment"]
         self.effect: str | None = body.get("effect")
         self.left: int = body["left"]
         self.state: str = body["step_state"]
         self.token: int = body["token"]
         self.last = self.version = row.seq
+        self.earlier = self.outcome or self.earlier
         self.outcome = None
 
     def settled(self, row: Row, body: dict[str, Any]) -> None:
@@ -158,9 +162,9 @@ class History:
         closed = len(row.roots) // 32 - 1
         self.frontier = [*self.frontier[: len(self.frontier) - closed], row.roots[-32:]]
         self.size = row.seq
-        self.state = RunState(body["state"])
+        self.state = _STATES[body["state"]]
         self.steps = body["steps"]
-        self.refused = body["refused"]
+        self.refused = body.get("refused", 0)
         self.updated_at = body["at"]
         self.token = body["token"]
 

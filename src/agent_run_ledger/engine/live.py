@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from agent_run_ledger.contract import Request, Row
+from agent_run_ledger.contract import Request
 from agent_run_ledger.engine.history import History, StepHistory
+from agent_run_ledger.engine.log import Sealed
+
 
 
 class LiveRun:
@@ -27,13 +27,18 @@ class LiveRun:
         self.in_flight: StepHistory | None = None
         self.interrupted: str | None = None
         """The position of a step that a cancellation left in doubt while its program goes on."""
-        self.owed: list[tuple[Row, dict[str, Any]]] = []
+        self.owed: list[Sealed] = []
         """Sealed outcomes that the store could not take: they go first once it can."""
         self.replayed = 0
 
     @property
     def run_id(self) -> str:
         return self.history.run_id
+
+    @property
+    def is_cancelled(self) -> bool:
+        """Whether somebody asked for the run's end; the next append records it."""
+        return bool(self.requests) and any(request.kind == "cancel" for request in self.requests)
 
     def restart(self) -> None:
         """A program begins at its first line: its next call is the run's first."""
@@ -51,7 +56,7 @@ class LiveRun:
             self.in_flight = None
             self.interrupted = step.position
 
-    def absorb(self, sealed: list[tuple[Row, dict[str, Any]]]) -> None:
+    def absorb(self, sealed: list[Sealed]) -> None:
         """The store has taken these entries."""
         for row, body in sealed:
             self.history.absorb(row, body)

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from agent_run_ledger import merkle
 from agent_run_ledger.contract import Row
 from agent_run_ledger.engine.history import History
 from agent_run_ledger.model import Event
-from agent_run_ledger.rules import digests, lifecycle
+from agent_run_ledger.rules import compact, digests, lifecycle
 
-FORMAT = 1
-"""The version of the body's fields."""
+Sealed = tuple[Row, dict[str, Any]]
+"""A finished row and its body, not yet in the store."""
 
-_body = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
+_json = compact.encoder(sort_keys=False)
 
 
-@dataclass(slots=True)
-class Draft:
+class Draft(NamedTuple):
     """An entry before it has a place in the log."""
 
     kind: str
@@ -35,48 +32,39 @@ class Draft:
     fingerprint: bytes | None = None
 
 
-def seal(history: History, token: int, at: float, drafts: Iterable[Draft]) -> list[tuple[Row, dict[str, Any]]]:
-    """Give each draft its place after `history`: finished rows, each with its body as a dict. `history` is not changed.
+def seal(history: History, token: int, at: float, drafts: Iterable[Draft]) -> list[Sealed]:
+    """Give each draft its place after `history`: finished rows, each with its body. `history` is not changed.
 
     A body names everything that `verify` must be able to hold a row to, and no user text: payloads enter as salted digests.
     Raises `IllegalTransition` where the lifecycle has no such event.
     """
+    run_id, secret = history.run_id, history.secret
     seq, state, frontier = history.size, history.state, history.frontier
     steps, refused = history.steps, history.refused
     sealed = []
-    for draft in drafts:
-        if draft.event is not None:
-            state = lifecycle.after(state, draft.event, history.run_id)
-        if draft.kind == "intent":
-            steps += draft.attempt == 1
-        elif draft.kind == "refused":
+    for kind, event, fields, payload, position, attempt, digest, salted, fingerprint in drafts:
+        if event is not None:
+            state = lifecycle.after(state, event, run_id)
+        if kind == "intent":
+            steps += attempt == 1
+        elif kind == "refused":
             refused += 1
-        body: dict[str, Any] = {
-            "v": FORMAT,
-            "run": history.run_id,
-            "seq": seq + 1,
-            "kind": draft.kind,
-            "at": at,
-            "token": token,
-            "state": state,
-            "steps": steps,
-            "refused": refused,
-        }
-        if draft.position is not None:
-            body["position"] = draft.position
-        if draft.attempt is not None:
-            body["attempt"] = draft.attempt
-        body.update(draft.fields)
-        digest = draft.digest
-        if draft.payload is not None:
-            body["payload"] = draft.salted or digests.salted(history.secret, draft.payload)
-            if digest is None:
-                digest = digests.plain(draft.payload)
-        data = _body(body).encode()
-        frontier, roots = merkle.append(frontier, seq, merkle.leaf_hash(data))
         seq += 1
-        row = Row(
-            seq, draft.kind, draft.position, draft.attempt, data, roots, draft.payload, digest, draft.fingerprint, None
-        )
+        body: dict[str, Any] = {
+            "run": run_id, "seq": seq, "kind": kind, "at": at, "token": token, "state": state, "steps": steps,
+        }  # fmt: skip
+        if refused:
+            body["refused"] = refused
+        if position is not None:
+            body["position"] = position
+        if attempt is not None:
+            body["attempt"] = attempt
+        body |= fields
+        if payload is not None:
+            body["payload"] = salted or digests.salted(secret, payload)
+            digest = digest or digests.plain(payload)
+        data = _json(body).encode()
+        frontier, roots = merkle.append(frontier, seq - 1, merkle.leaf_hash(data))
+        row = Row(seq, kind, position, attempt, data, roots, payload, digest, fingerprint, None)
         sealed.append((row, body))
     return sealed

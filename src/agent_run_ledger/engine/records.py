@@ -17,11 +17,11 @@ def step_records(history: History, *, replayed: bool = False) -> list[StepRecord
 
 
 def _step_record(run_id: str, step: StepHistory, replayed: bool) -> StepRecord:
-    outcome = step.outcome
+    outcome = step.outcome or step.earlier
     completed = outcome is not None and outcome.ok == "completed"
     error = None
     if outcome is not None and not completed and outcome.payload is not None:
-        error = failures.text(canonical.decode(outcome.payload))
+        error = _error_text(outcome.payload)
     return StepRecord(
         step_id=f"step_{step.leaf[:10].hex()}",
         run_id=run_id,
@@ -33,7 +33,7 @@ def _step_record(run_id: str, step: StepHistory, replayed: bool) -> StepRecord:
         error_message=error,
         fingerprint=step.fingerprint.hex() if step.fingerprint else "",
         created_at=step.created_at,
-        completed_at=outcome.at if outcome is not None else None,
+        completed_at=step.outcome.at if step.outcome is not None else None,
         state_version=step.version,
         idempotency_key=step.key,
         input_digest=step.digest.hex() if step.digest else "",
@@ -45,6 +45,13 @@ def _step_record(run_id: str, step: StepHistory, replayed: bool) -> StepRecord:
         effect=step.effect,
         replayed=replayed,
     )
+
+
+def _error_text(payload: bytes) -> str:
+    try:
+        return failures.text(canonical.decode(payload))
+    except (ValueError, AttributeError):  # one bad row is no reason not to show the others
+        return "(unreadable)"
 
 
 def run_record(summary: Summary) -> RunRecord:

@@ -23,8 +23,8 @@ class Declaration:
     key_window: float | None = None
     """Seconds for which the receiver remembers an idempotency key; None: for ever."""
     blocks_undeclared: bool = False
-    step_hash: str | None = None
-    """The hash that the next attempt would have; another one than the last attempt's counts attempts afresh."""
+    environment: str | None = None
+    """What the next attempt would run in; another one than the last attempt's counts attempts afresh."""
 
 
 UNDECLARED = Declaration()
@@ -91,7 +91,7 @@ def _in_doubt(step: StepHistory, declared: Declaration, receipt: Receipt | None,
 
 
 def _again(step: StepHistory, declared: Declaration, why: str, not_before: float | None = None) -> Action:
-    changed = declared.step_hash is not None and declared.step_hash != step.step_hash
+    changed = declared.environment is not None and declared.environment != step.environment
     used = 0 if changed else step.attempts_of_code
     if used >= declared.max_attempts:
         return Action("dead_letter", step.position, f"it was dispatched {used} times without a result")

@@ -17,15 +17,22 @@ from agent_run_ledger.errors import (
     ReplayDivergence,
     RunClosed,
     RunInputMismatch,
+    StepInDoubt,
     UnorderedStep,
 )
 from agent_run_ledger.model import Event, RunState
 from agent_run_ledger.rules import budget, canonical, digests, failures
 
 
+FORMAT = 1
+"""The version of the entries' bodies."""
+
+
 def created(goal: str, given: Any, *, pipeline: bool, limit: int) -> Draft:
     """The first entry: what the run is for, and what it was given."""
-    fields = {"pipeline": True} if pipeline else {}
+    fields: dict[str, Any] = {"format": FORMAT}
+    if pipeline:
+        fields["pipeline"] = True
     return Draft("created", None, fields, canonical.encode({"goal": goal, "input": given}, limit=limit, what="the input"))
 
 
@@ -87,7 +94,7 @@ def _finish(result: bytes, run: LiveRun, moment: Moment) -> Plan:
         return Plan(error=RunClosed(run.run_id, history.state, cause_of(history.cause)))
     if run.in_flight is not None:
         return Plan(error=UnorderedStep(run.run_id, "finish_run", run.in_flight.tool))
-    if _is_cancelled(run):
+    if run.is_cancelled:
         return Plan(error=RunClosed(run.run_id, RunState.CANCELLED))
     drafts: list[Draft] = []
     if (left := left_in_doubt(run)) is not None:
@@ -114,9 +121,14 @@ def _park(described: dict[str, Any], run: LiveRun, moment: Moment) -> Plan:
 
 def abort(run: LiveRun, reason: str) -> Flow[None]:
     """End the run as FAILED."""
-    draft = Draft("aborted", Event.ABORT, {}, canonical.encode({"reason": reason}))
-    yield Commit(run, lambda run, moment: Plan([draft], synced=True))
+    yield Commit(run, partial(_abort, Draft("aborted", Event.ABORT, {}, canonical.encode({"reason": reason}))))
     yield GiveBack(run)
+
+
+def _abort(draft: Draft, run: LiveRun, moment: Moment) -> Plan:
+    if run.in_flight is not None:  # its outcome is written before anything ends the run
+        return Plan(error=UnorderedStep(run.run_id, "abort_run", run.in_flight.tool))
+    return Plan([draft], synced=True)
 
 
 def honour(request: Request) -> Draft:
@@ -139,7 +151,11 @@ def cancel(run: LiveRun, payload: bytes) -> Flow[None]:
 
 def value(run: LiveRun, name: str, fresh: Any) -> Flow[Any]:
     """A value that the program may not make twice: `fresh` the first time, what was recorded ever after."""
-    return (yield Commit(run, partial(_value, name, fresh)))
+    try:
+        return (yield Commit(run, partial(_value, name, fresh)))
+    except (ReplayDivergence, StepInDoubt) as error:
+        yield GiveBack(run, str(error) if isinstance(error, ReplayDivergence) else None)
+        raise
 
 
 def _value(name: str, fresh: Any, run: LiveRun, moment: Moment) -> Plan:
@@ -156,14 +172,17 @@ def _value(name: str, fresh: Any, run: LiveRun, moment: Moment) -> Plan:
             return Plan(error=ReplayDivergence(run.run_id, position, f"run.{body['name']}()", f"run.{name}()"))
         run.advance(position)
         return Plan(answer=canonical.decode(payload) if payload is not None else None)
-    if history.state.is_terminal or _is_cancelled(run):
-        return Plan(error=RunClosed(run.run_id, RunState.CANCELLED if _is_cancelled(run) else history.state))
+    if history.state.is_terminal or run.is_cancelled:
+        return Plan(error=RunClosed(run.run_id, RunState.CANCELLED if run.is_cancelled else history.state))
+    drafts: list[Draft] = []
+    if (left := left_in_doubt(run)) is not None:
+        if left.error is not None:
+            return left
+        drafts += left.drafts
     reason = budget.exhausted(run.limit + 1, history.steps, history.refused, history.size)
     if reason is not None:
         refusal = Draft("refused", Event.BUDGET_EXHAUSTED, {"rule": "budget"}, canonical.encode({"reason": reason}), position)
-        return Plan([refusal], error=BudgetExceededException(run.run_id, reason), synced=True)
-    return Plan([Draft("value", None, {"name": name}, canonical.encode(fresh), position)], answer=fresh)
+        return Plan([*drafts, refusal], error=BudgetExceededException(run.run_id, reason), synced=True)
+    drafts.append(Draft("value", None, {"name": name}, canonical.encode(fresh), position))
+    return Plan(drafts, answer=fresh)
 
-
-def _is_cancelled(run: LiveRun) -> bool:
-    return any(request.kind == "cancel" for request in run.requests)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from agent_run_ledger.engine import recovery
 from agent_run_ledger.engine.effects import Commit, Flow, GiveBack, Invoke, Moment, Plan, Result, Wait, Warn
@@ -33,8 +33,7 @@ from agent_run_ledger.model import Effect, Event, RetryPolicy, RunState, StepSta
 from agent_run_ledger.rules import backoff, budget, canonical, digests, failures
 
 
-@dataclass(frozen=True, slots=True)
-class Options:
+class Options(NamedTuple):
     """What a caller declares about a tool: the options of `execute_step`, `step()` and `Step`."""
 
     effect: Effect | None = None
@@ -55,7 +54,7 @@ class Call:
     function: Callable[..., Any]
     options: Options
     environment: str
-    """A digest of the tool's code and of what it runs in."""
+    """The tool's declared version or a digest of its code, and the versions beneath it."""
     passes_arguments: bool
     """Whether the function takes the stored arguments by keyword, or is called bare."""
     limit: int
@@ -79,10 +78,7 @@ def step(run: LiveRun, call: Call) -> Flow[Any]:
         error: BaseException | None = None
         while not _is_settled(this):
             if this.outcome is not None and this.outcome.retry_at is not None:
-                yield Wait(run, this.outcome.retry_at)
-                yield Commit(run, partial(_retry, call, this))
-            elif this.redispatched == this.attempts:
-                yield Warn(UndeclaredEffectWarning, _DISPATCHED_AGAIN.format(tool=call.tool))
+                yield from _wait_to_retry(run, call, this, this.outcome.retry_at)
             error = yield from _attempt(run, call, this)
     except ReplayDivergence as divergence:
         yield GiveBack(run, str(divergence))
@@ -113,7 +109,8 @@ def _store_arguments(call: Call) -> None:
 
 
 def _is_settled(step: StepHistory) -> bool:
-    return step.outcome is not None and step.outcome.retry_at is None
+    """A failure whose retry was due is settled, too, once something follows it: the program went on without the retry."""
+    return step.outcome is not None and (step.outcome.retry_at is None or step.followed)
 
 
 def _effect(call: Call, step: StepHistory) -> Effect | None:
@@ -151,7 +148,7 @@ def _intend(call: Call, run: LiveRun, moment: Moment) -> Plan:
         run.advance(position)
         run.replayed += 1
         return Plan(answer=position)
-    if any(request.kind == "cancel" for request in run.requests):
+    if run.is_cancelled:
         return Plan(error=RunClosed(run.run_id, RunState.CANCELLED))
     return _resume(run, call, step, moment)
 
@@ -161,7 +158,7 @@ def _begin(run: LiveRun, call: Call, position: str) -> Plan:
     history = run.history
     if history.state.is_terminal:
         return Plan(error=RunClosed(run.run_id, history.state, cause_of(history.cause)))
-    if any(request.kind == "cancel" for request in run.requests):
+    if run.is_cancelled:
         return Plan(error=RunClosed(run.run_id, RunState.CANCELLED))
     drafts: list[Draft] = []
     if (left := left_in_doubt(run)) is not None:
@@ -192,7 +189,7 @@ def _resume(run: LiveRun, call: Call, step: StepHistory, moment: Moment) -> Plan
         effect=call.options.effect,
         max_attempts=_max_attempts(call),
         blocks_undeclared=run.undeclared == "block",
-        step_hash=_step_hash(run, call, step.input),
+        environment=call.environment,
     )
     (action,) = recovery.plan_recovery([step], {call.tool: declared}, {}, moment.now)
     drafts = []
@@ -218,7 +215,7 @@ def _resume(run: LiveRun, call: Call, step: StepHistory, moment: Moment) -> Plan
 
 def _retry(call: Call, step: StepHistory, run: LiveRun, moment: Moment) -> Plan:
     """The wait before a retry is over."""
-    if any(request.kind == "cancel" for request in run.requests):
+    if run.is_cancelled:
         return Plan(error=RunClosed(run.run_id, RunState.CANCELLED))
     return Plan([_next_attempt(run, call, step)], synced=_synced(call.options.effect))
 
@@ -243,28 +240,23 @@ def _intent(
     salted: str,
 ) -> Draft:
     used = attempt
-    step_hash = _step_hash(run, call, salted)
     if attempt > 1:
         step = run.history.positions[position]
-        used = step.attempts_of_code + 1 if step_hash == step.step_hash else 1
+        used = step.attempts_of_code + 1 if call.environment == step.environment else 1
     fields: dict[str, Any] = {
         "step": number,
         "tool": call.tool,
-        "effect": call.options.effect,
         "key": key,
-        "hash": step_hash,
+        "environment": call.environment,
         "left": max(0, _max_attempts(call) - used),
         "step_state": StepState.RUNNING,
     }
+    if call.options.effect is not None:
+        fields["effect"] = call.options.effect
     if call.after:
         fields["after"] = call.after
     fingerprint = digests.fingerprint(call.tool, digest)
     return Draft("intent", Event.START_STEP, fields, stored, position, attempt, digest, salted, fingerprint)
-
-
-def _step_hash(run: LiveRun, call: Call, salted: str) -> str:
-    outcomes = (run.history.positions[position].outcome for position in call.after)
-    return digests.step_hash(salted, tuple(o.body["payload"] for o in outcomes if o is not None), call.environment)
 
 
 def _max_attempts(call: Call) -> int:
@@ -298,6 +290,19 @@ def _divergence(run: LiveRun, call: Call, step: StepHistory) -> ReplayDivergence
     return ReplayDivergence(run.run_id, step.position, recorded, asked, path)
 
 
+def _wait_to_retry(run: LiveRun, call: Call, step: StepHistory, until: float) -> Flow[None]:
+    """Wait, and write the next attempt's intent. The call is in flight meanwhile: nobody else's comes in between."""
+    token = run.token  # whoever took the run over in the meantime has made the retry
+    run.in_flight = step
+    try:
+        yield Wait(run, until)
+        yield Commit(run, partial(_retry, call, step), token)
+    except BaseException:
+        if run.in_flight is step:
+            run.in_flight = None
+        raise
+
+
 # --- attempts and outcomes --------------------------------------------------------------------------------------------
 
 
@@ -309,6 +314,8 @@ def _attempt(run: LiveRun, call: Call, step: StepHistory) -> Flow[BaseException 
             arguments[name] = canonical.rebuild(annotation, arguments[name])
     token = run.token
     try:
+        if step.redispatched == step.attempts:
+            yield Warn(UndeclaredEffectWarning, _DISPATCHED_AGAIN.format(tool=call.tool))  # may be made an error by the program
         result: Result = yield Invoke(run, step, call.function, arguments)
     except BaseException:  # the driver itself was stopped, or the lease was gone before the function was called
         run.leave(step)
@@ -319,7 +326,7 @@ def _attempt(run: LiveRun, call: Call, step: StepHistory) -> Flow[BaseException 
     elif isinstance(error, Exception):
         if failures.is_ambiguous(error) and _must_not_repeat(run, _effect(call, step)):
             yield Commit(run, partial(_park_ambiguous, step, error), token)
-        draft = _raised(run, call, step, error)
+        draft = _error(run, call, step, "failed", error)
     else:  # a cancellation is no outcome: it goes on its way, and the step is in doubt
         run.leave(step)
         raise error
@@ -336,56 +343,51 @@ def _index(position: str) -> int | None:
     return int(position) if position.isdecimal() else None
 
 
-def _outcome(step: StepHistory, ok: str, state: StepState, payload: bytes, may_repeat: bool) -> Draft:
-    fields: dict[str, Any] = {"step": step.number, "ok": ok, "left": step.left, "step_state": state}
+def _outcome(step: StepHistory, ok: str, payload: bytes, may_repeat: bool) -> Draft:
+    fields: dict[str, Any] = {"step": step.number, "ok": ok, "left": step.left, "step_state": StepState.FAILED}
+    event = Event.STEP_ERROR
+    if ok == "completed":
+        fields["step_state"] = StepState.COMPLETED
+        event = Event.STEP_SUCCESS
     if may_repeat:
         fields["may_repeat"] = True
-    event = Event.STEP_SUCCESS if ok == "completed" else Event.STEP_ERROR
     return Draft("outcome", event, fields, payload, step.position, step.attempts)
 
 
 def _returned(run: LiveRun, call: Call, step: StepHistory, value: Any) -> Draft:
-    may_repeat = call.options.may_repeat
     try:
         payload = canonical.encode(
             value, limit=call.limit, what=f"the output of {call.tool!r}", declared=call.options.returns
         )
-    except (canonical.Unstorable, PayloadTooLarge) as error:
-        draft = _outcome(step, "unstorable", StepState.FAILED, b"", may_repeat)
-        _describe(run, draft, error)
-        return draft
-    return _outcome(step, "completed", StepState.COMPLETED, payload, may_repeat)
+    except Exception as error:  # also what an object's own methods raise, or a warning that the program made an error
+        return _error(run, call, step, "unstorable", error)
+    return _outcome(step, "completed", payload, call.options.may_repeat)
 
 
-def _raised(run: LiveRun, call: Call, step: StepHistory, error: Exception) -> Draft:
-    draft = _outcome(step, "failed", StepState.FAILED, b"", call.options.may_repeat)
-    _describe(run, draft, error)
+def _error(run: LiveRun, call: Call, step: StepHistory, ok: str, error: Exception) -> Draft:
+    """An error as data; `error_id` is what the loop rules compare, since a traceback differs each time."""
+    described = failures.describe(error)
+    draft = _outcome(step, ok, canonical.encode(described), call.options.may_repeat)
+    draft.fields["error_id"] = digests.salted(run.history.secret, failures.text(described).encode())
     if failures.is_ambiguous(error):
         draft.fields["ambiguous"] = True
     return draft
 
 
-def _describe(run: LiveRun, draft: Draft, error: BaseException) -> None:
-    """An error as data; `error_id` is what the loop rules compare, since a traceback differs each time."""
-    described = failures.describe(error)
-    draft.payload = canonical.encode(described)
-    draft.fields["error_id"] = digests.salted(run.history.secret, failures.text(described).encode())
-
-
 def _settle(call: Call, draft: Draft, error: BaseException | None, run: LiveRun, moment: Moment) -> Plan:
     """Write an outcome; a failure that may be retried says when, and one that is fatal ends the run."""
+    if error is None:
+        return Plan([draft])
     step = run.history.positions[draft.position or ""]
-    drafts = [draft]
-    if draft.fields["ok"] == "failed" and error is not None:
-        retry = call.options.retry
-        if isinstance(error, call.options.fatal):
-            payload = canonical.encode({"reason": f"step {step.number}, {step.tool!r}, failed with a fatal error"})
-            drafts.append(Draft("aborted", Event.ABORT, {}, payload))
-        elif retry is not None and step.attempts_of_code < retry.max_attempts:
-            wait = backoff.delay(step.attempts_of_code - 1, retry, moment.draw, step.wait)
-            draft.fields |= {"retry_at": moment.now + wait, "wait": wait}
-            draft.event = Event.WAIT
-    return Plan(drafts)
+    if isinstance(error, call.options.fatal):
+        payload = canonical.encode({"reason": f"step {step.number}, {step.tool!r}, failed with a fatal error"})
+        return Plan([draft, Draft("aborted", Event.ABORT, {}, payload)])
+    retry = call.options.retry
+    if retry is not None and step.attempts_of_code < retry.max_attempts:
+        wait = backoff.delay(step.attempts_of_code - 1, retry, moment.draw, step.wait)
+        later = {**draft.fields, "retry_at": moment.now + wait, "wait": wait}
+        return Plan([draft._replace(event=Event.WAIT, fields=later)])
+    return Plan([draft])
 
 
 def _park_ambiguous(step: StepHistory, error: Exception, run: LiveRun, moment: Moment) -> Plan:
@@ -413,7 +415,7 @@ def left_in_doubt(run: LiveRun) -> Plan | None:
 
 def _cancelled(step: StepHistory) -> Draft:
     described = {"type": "CancelledError", "module": "agent_run_ledger", "message": "the step was interrupted", "bases": []}
-    return _outcome(step, "cancelled", StepState.FAILED, canonical.encode(described), may_repeat=False)
+    return _outcome(step, "cancelled", canonical.encode(described), may_repeat=False)
 
 
 def _parked_in_doubt(step: StepHistory, why: str) -> Draft:

@@ -6,6 +6,7 @@ import json
 from operator import is_
 
 from agent_run_ledger.errors import PayloadTooLarge, PlainDataWarning
+from agent_run_ledger.rules import compact
 
 TYPE_CHECKING = False  # `typing` is not needed at run time, and not free to import
 if TYPE_CHECKING:
@@ -66,9 +67,7 @@ def encode(value: object, *, limit: int | None = None, what: str = "arguments", 
     return data
 
 
-_dumps = json.JSONEncoder(
-    ensure_ascii=False, sort_keys=True, separators=(",", ":"), allow_nan=False, check_circular=False
-).encode
+_dumps = compact.encoder(sort_keys=True)
 _SCALARS = frozenset({str, int, float, bool, type(None)})
 _NO_CLASSES: frozenset[type] = frozenset()
 _Covered = frozenset[type]
@@ -89,7 +88,6 @@ def _plain(value: Any, depth: int, covered: _Covered) -> Any:
         raise _Refused(f"nesting deeper than {MAX_NESTING} levels")
     if kind is dict:
         changed = None
-        key = None
         for key, item in value.items():
             if type(key) is not str:
                 return _map(value, depth, covered)
@@ -99,14 +97,13 @@ def _plain(value: Any, depth: int, covered: _Covered) -> Any:
                     if changed is None:
                         changed = dict(value)
                     changed[key] = plain
-        result = value if changed is None else changed
-        if key is not None and len(result) == 1 and key.startswith("$"):
-            return {"$" + key: result[key]}
-        return result
+        return _untagged(value if changed is None else changed)
     if kind is list:
         if _SCALARS.issuperset(map(type, value)):
             return value
-        items = [_plain(item, depth + 1, covered) for item in value]
+        items = []
+        for item in value:  # no comprehension: it would take a second frame for every level
+            items.append(_plain(item, depth + 1, covered))  # noqa: PERF401
         return value if all(map(is_, items, value)) else items
     container = _CONTAINERS.get(kind)
     if container is not None:
@@ -117,16 +114,43 @@ def _plain(value: Any, depth: int, covered: _Covered) -> Any:
     return _object(value, kind, depth, covered)
 
 
+def _untagged(plain: dict[str, Any]) -> dict[str, Any]:
+    """A user's dict that looks like a tag gets one more `$`."""
+    if len(plain) == 1:
+        for key in plain:
+            if key.startswith("$"):
+                return {"$" + key: plain[key]}
+    return plain
+
+
 def _map(value: dict[Any, Any], depth: int, covered: _Covered) -> dict[str, Any]:
     """A dict with other than string keys: it keeps its order, since such keys have none that all could agree on."""
-    pairs = [[_plain(key, depth + 1, covered), _plain(item, depth + 1, covered)] for key, item in value.items()]
-    keys = [_hashable(key) for key, _ in pairs]
+    pairs: list[list[Any]] = []
+    for key, item in value.items():
+        pairs.append([_hashable(_plain(key, depth + 1, covered)), _plain(item, depth + 1, covered)])
+    keys = [key for key, _ in pairs]
     if len(set(map(_write, keys))) != len(keys):
         raise _Refused("a dict of which two keys are the same as plain data")
     if all(type(key) is str for key in keys):  # keys of a class, such as StrEnum, that were strings all along
-        plain: dict[str, Any] = _plain(dict(pairs), depth, covered)
-        return plain
+        return _untagged(dict(pairs))
     return {"$map": pairs}
+
+
+def _tuple(value: tuple[Any, ...], depth: int, covered: _Covered) -> dict[str, Any]:
+    items = []
+    for item in value:
+        items.append(_plain(item, depth + 1, covered))  # noqa: PERF401
+    return {"$tuple": items}
+
+
+def _set(value: set[Any] | frozenset[Any], depth: int, covered: _Covered) -> dict[str, Any]:
+    """The members by their canonical text: the order of iteration changes from process to process."""
+    members = []
+    for member in value:
+        members.append(_hashable(_plain(member, depth + 1, covered)))  # noqa: PERF401
+    if len(members) > 1:
+        members.sort(key=_write)
+    return {"$set" if isinstance(value, set) else "$frozenset": members}
 
 
 def _hashable(plain: Any) -> Any:
@@ -134,29 +158,12 @@ def _hashable(plain: Any) -> Any:
     if type(plain) in _SCALARS:
         return plain
     tag = next(iter(plain), "") if type(plain) is dict and len(plain) == 1 else ""
-    if tag in ("$tuple", "$frozenset"):
+    if tag == "$tuple":
         for item in plain[tag]:
             _hashable(item)
     elif tag in ("", "$set", "$map") or tag not in _READERS:
         raise _Refused("a container with a key or member that is not hashable as plain data; register_type its class")
     return plain
-
-
-def _tuple(value: tuple[Any, ...], depth: int, covered: _Covered) -> dict[str, Any]:
-    return {"$tuple": [_plain(item, depth + 1, covered) for item in value]}
-
-
-def _sorted(values: Any, depth: int, covered: _Covered) -> list[Any]:
-    """The members of a set by their canonical text: iteration order changes from process to process."""
-    return sorted((_hashable(_plain(item, depth + 1, covered)) for item in values), key=_write)
-
-
-def _set(value: set[Any], depth: int, covered: _Covered) -> dict[str, Any]:
-    return {"$set": _sorted(value, depth, covered)}
-
-
-def _frozenset(value: frozenset[Any], depth: int, covered: _Covered) -> dict[str, Any]:
-    return {"$frozenset": _sorted(value, depth, covered)}
 
 
 def _bytes(value: bytes | bytearray, depth: int, covered: _Covered) -> dict[str, Any]:
@@ -168,7 +175,7 @@ def _bytes(value: bytes | bytearray, depth: int, covered: _Covered) -> dict[str,
 _CONTAINERS: dict[type, Callable[[Any, int, _Covered], Any]] = {
     tuple: _tuple,
     set: _set,
-    frozenset: _frozenset,
+    frozenset: _set,
     bytes: _bytes,
     bytearray: _bytes,
 }
@@ -542,11 +549,6 @@ _NOTHING_TO_BUILD = frozenset(
 )
 
 
-_NOTHING_BY_NAME = frozenset(
-    {"None", "str", "int", "float", "bool", "bytes", "dict", "list", "tuple", "set", "object", "Any"}
-)
-
-
 def declared(annotation: object) -> bool:
     """Whether the annotation names a class that `rebuild` could build; cheap enough to be asked for every call."""
     try:
@@ -569,16 +571,6 @@ def rebuild(annotation: object, plain: Any) -> Any:
     from agent_run_ledger.rules import types
 
     return types.rebuild(annotation, plain)
-
-
-def returned(function: Any) -> object:
-    """The return annotation of a function, with its names resolved; None where there is none that `rebuild` could use."""
-    annotation = getattr(function, "__annotations__", {}).get("return")
-    if annotation is None or annotation in _NOTHING_BY_NAME:
-        return None
-    from agent_run_ledger.rules import types
-
-    return types.returned(function, annotation)
 
 
 def register_type(cls: type[_Class], name: str | None = None) -> type[_Class]:

@@ -30,11 +30,6 @@ def idempotency_key(secret: bytes, run_id: str, position: str, tool: str, argume
     return sha256(b"\x00".join((secret, run_id.encode(), position.encode(), tool.encode(), arguments))).hexdigest()
 
 
-def step_hash(input_digest: str, dependency_digests: tuple[str, ...], environment: str) -> str:
-    """What a step's result was made from: its input, the outputs it depends on, and its environment. 16 hex digits."""
-    return sha256(" ".join((input_digest, *dependency_digests, environment)).encode()).hexdigest()[:16]
-
-
 def code_digest(code: CodeType) -> str:
     """A digest of a function's bytecode and constants, nested functions included, file names and line numbers left out."""
     digest = sha256(code.co_code)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from types import CodeType, FunctionType
 from typing import Any, get_type_hints
 
@@ -24,19 +23,30 @@ class Signature:
     required: tuple[str, ...]
     takes_any: bool
     is_async: bool
-    code: str
+    environment: str
+    """What its result may depend on beside its input: a digest of its code, and the versions beneath it."""
 
 
 def signature(function: Callable[..., Any]) -> Signature:
     """Read a function's parameters. Raises `TypeError` for what cannot be called."""
-    if type(function) is FunctionType and not hasattr(function, "__wrapped__"):
+    if type(function) is not FunctionType or function.__dict__:  # a wrapper keeps what it wraps in its dict
+        return _inspected(function)
+    code = function.__code__
+    known = _known.get(id(code))
+    if known is None or known[0] is not code or function.__defaults__ or function.__kwdefaults__:
         defaults = len(function.__defaults__ or ())
-        keyword_defaults = frozenset(function.__kwdefaults__ or ())
-        return _of_code(function.__code__, defaults, keyword_defaults)
-    return _inspected(function)
+        known = code, _of_code(code, defaults, frozenset(function.__kwdefaults__ or ()))
+        if len(_known) >= _KNOWN:
+            _known.clear()
+        _known[id(code)] = known
+    return known[1]
 
 
-@lru_cache(maxsize=4096)
+_known: dict[int, tuple[CodeType, Signature]] = {}
+_KNOWN = 4096
+"""Functions remembered by their code, which stays the same object however often a lambda is made of it."""
+
+
 def _of_code(code: CodeType, defaults: int, keyword_defaults: frozenset[str]) -> Signature:
     positional = code.co_varnames[: code.co_argcount]
     keyword_only = code.co_varnames[code.co_argcount : code.co_argcount + code.co_kwonlyargcount]
@@ -46,7 +56,7 @@ def _of_code(code: CodeType, defaults: int, keyword_defaults: frozenset[str]) ->
         required=required,
         takes_any=bool(code.co_flags & _VARKEYWORDS),
         is_async=bool(code.co_flags & (_COROUTINE | _ASYNC_GENERATOR)),
-        code=digests.code_digest(code),
+        environment=environment(digests.code_digest(code)),
     )
 
 
@@ -54,7 +64,7 @@ def _inspected(function: Callable[..., Any]) -> Signature:
     import inspect
 
     if not callable(function):
-        raise TypeError(f"{function!r} is not callable")
+        raise InvalidArguments(f"{function!r} is not callable; nothing was dispatched")
     inner = inspect.unwrap(function)
     while hasattr(inner, "func"):  # functools.partial
         inner = inner.func
@@ -77,23 +87,25 @@ def _inspected(function: Callable[..., Any]) -> Signature:
         ),
         takes_any=any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters),
         is_async=is_async,
-        code=digests.code_digest(code) if isinstance(code, CodeType) else "",
+        environment=environment(digests.code_digest(code) if isinstance(code, CodeType) else "unknown"),
     )
 
 
 def check_arguments(tool: str, takes: Signature, arguments: Mapping[str, Any]) -> None:
     """Raises `InvalidArguments` where the stored arguments could not be given to the function by keyword."""
     missing = [name for name in takes.required if name not in arguments]
-    extra = [] if takes.takes_any else [name for name in arguments if name not in takes.names]
+    extra = [
+        name for name in arguments if name not in takes.names and not (takes.takes_any and isinstance(name, str))
+    ]
     if missing or extra:
         said = [f"missing: {', '.join(missing)}"] if missing else []
         said += [f"not a parameter: {', '.join(map(str, extra))}"] if extra else []
         raise InvalidArguments(f"{tool!r} cannot be called with these arguments ({'; '.join(said)}); nothing was dispatched")
 
 
-def environment(takes: Signature, version: str | None) -> str:
-    """What a tool's result may depend on beside its input: its declared version or its code, and the versions beneath it."""
-    return f"{version or takes.code} {_BENEATH}"
+def environment(version: str) -> str:
+    """A tool's version, declared or a digest of its code, with the versions of this library and of Python beneath it."""
+    return f"{version} {_BENEATH}"
 
 
 _BENEATH = f"{__version__} python {sys.version_info.major}.{sys.version_info.minor}"

@@ -34,19 +34,28 @@ class IdenticalCalls:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._row: deque[Call] = deque(maxlen=limit)
+        self._numbers: deque[int] = deque(maxlen=limit)
+        self._before: tuple[str, str, str] | None = None
+        """Tool, input and outcome that the calls of the row have in common."""
+        self._broken: tuple[tuple[str, str, str] | None, tuple[int, ...]] = (None, ())
+        """The row that the last call broke: another attempt of it may show that it goes on."""
 
     def observe(self, call: Call) -> Verdict:
-        row = self._row
-        if row and row[-1].number == call.number:
-            row.pop()  # another attempt of the same step: all attempts are one call
-        if row and row[-1][1:] != call[1:]:
-            row.clear()
-        row.append(call)
-        if len(row) < self._limit:
+        number, alike, numbers = call.number, (call.tool, call.input, call.outcome), self._numbers
+        if numbers and numbers[-1] == number:
+            numbers.pop()  # another attempt of the same step: all attempts are one call
+            if not numbers:
+                self._before, before = self._broken
+                numbers.extend(before)
+        if alike != self._before:
+            self._broken = (self._before, tuple(numbers))
+            numbers.clear()
+            self._before = alike
+        numbers.append(number)
+        if len(numbers) < self._limit:
             return OK
-        reason = f"{call.tool!r} was called {len(row)} times in a row with equal arguments and an equal outcome"
-        return Verdict("certain", "identical_calls", reason, tuple(each.number for each in row))
+        reason = f"{call.tool!r} was called {len(numbers)} times in a row with equal arguments and an equal outcome"
+        return Verdict("certain", "identical_calls", reason, tuple(numbers))
 
 
 @dataclass(frozen=True, slots=True)

@@ -281,24 +281,6 @@ def _evaluated(hint: object, global_names: dict[str, Any], local_names: dict[str
         return Any
 
 
-def returned(function: Any, annotation: object) -> object:
-    """See `canonical.returned`; `annotation` is what the function has, which may be text."""
-    names = getattr(function, "__globals__", None)
-    if names is None:  # a bound method, a wrapper
-        names = getattr(getattr(function, "__func__", None), "__globals__", {})
-    return _evaluated(annotation, names, _closure(function))
-
-
-def _closure(function: Any) -> dict[str, Any]:
-    """The local names that a function remembers: a class local to another function is found there, if it is used."""
-    found = {}
-    code = getattr(function, "__code__", None)
-    for name, cell in zip(getattr(code, "co_freevars", ()), getattr(function, "__closure__", None) or (), strict=False):
-        with contextlib.suppress(ValueError):  # not bound yet
-            found[name] = cell.cell_contents
-    return found
-
-
 # --- plain data to objects --------------------------------------------------------------------------------------------
 
 
@@ -440,12 +422,16 @@ _STABLE_FACTORIES = (list, dict, set, tuple, frozenset, str, int, float, bool, b
 def _build_model(cls: Any, plain: Any) -> Any:
     is_fields = type(plain) is dict and not getattr(cls, "__pydantic_root_model__", False)
     if is_fields:
-        missing = {name: field for name, field in cls.model_fields.items() if plain.keys().isdisjoint(_keys_of(name, field))}
+        missing = {
+            name: field for name, field in cls.model_fields.items() if plain.keys().isdisjoint(_keys_of(name, field))
+        }
         _refuse_fresh_defaults(cls, {name: field.default_factory for name, field in missing.items()})
     try:
         built = cls.model_validate(plain, strict=False)
     except ValueError:
-        built = cls.model_validate(plain, strict=False, by_alias=True, by_name=True)  # dumped by name, declared by alias
+        built = cls.model_validate(
+            plain, strict=False, by_alias=True, by_name=True
+        )  # dumped by name, declared by alias
     if is_fields:  # a model ignores what it does not know, and a subclass's fields with it
         known = {key for name, field in cls.model_fields.items() for key in _keys_of(name, field)}
         if lost := plain.keys() - known - (built.model_extra or {}).keys():

@@ -7,12 +7,13 @@ import functools
 import os
 import re
 import sys
+import time
 
 from agent_run_ledger.errors import StoreError, StoreReadOnly, StoreUnavailable
 from agent_run_ledger.stores.filelock import try_lock
 
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
-_TRIES = 50
+_LONGEST_PAUSE_SECONDS = 0.1
 
 # What may be the disk of another machine: a lock there, or its absence, proves nothing about a process here.
 _REMOTE = re.compile(
@@ -54,15 +55,15 @@ class Owners:
         if owner in self._held:
             return
         path = self._path(owner)
-        for _ in range(_TRIES):
+        pause = 0.000_2
+        while pause < _LONGEST_PAUSE_SECONDS:
             fd = self._open(path, os.O_CREAT)
             if try_lock(fd) and _stands_at(fd, path):
                 self._held[owner] = fd
                 return
-            stands = _stands_at(fd, path)
             os.close(fd)
-            if stands and not _is_free_soon(path):
-                break
+            time.sleep(pause)  # it may only be somebody who buries a former owner of this id
+            pause *= 2
         raise StoreError(
             f"another ledger is alive under the owner id {owner!r}; nothing was done. Give each ledger an id of its own, or "
             "leave owner= out."
@@ -129,21 +130,6 @@ class Owners:
                 f"the owner file {path!r} cannot be opened ({error.strerror}), so no run can be owned; nothing was changed. "
                 "Make the folder writable for this user, or open the ledger read-only."
             ) from error
-
-
-def _is_free_soon(path: str) -> bool:
-    """Whether whoever holds the lock is only looking whether we are dead, which takes microseconds."""
-    import time
-
-    time.sleep(0.000_2)
-    try:
-        fd = os.open(path, os.O_RDWR)
-    except OSError:
-        return True
-    try:
-        return try_lock(fd)
-    finally:
-        os.close(fd)
 
 
 def _stands_at(fd: int, path: str) -> bool:

@@ -47,7 +47,7 @@ class Database:
             elif not (os.access(self.path, os.W_OK) and os.access(os.path.dirname(self.path), os.W_OK | os.X_OK)):
                 self._refuse_read_only()
             else:
-                self._refuse_foreign_unopened()
+                self._refuse_foreign()
             connection = self._connect(self.path, uri=False)
             try:
                 self._prepare(connection)
@@ -63,6 +63,8 @@ class Database:
         try:
             if is_alone and not os.path.exists(self.path):
                 raise StoreUnavailable(f"there is no database {self.path!r}, and a read-only ledger makes none.")
+            if is_alone:
+                self._refuse_foreign()
             connection = self._connect(_uri(self.path, "mode=ro"), uri=True)
             try:
                 try:
@@ -113,17 +115,20 @@ class Database:
             "writable, or open the ledger read-only."
         )
 
-    def _refuse_foreign_unopened(self) -> None:
-        """Look at a file that has no lock file of ours beside it through a connection that cannot leave a trace.
+    def _refuse_foreign(self) -> None:
+        """Look at a file first through a connection that takes no locks and leaves no trace.
 
-        A plain connection would play back the log of a foreign database when it closes. The application id is written
-        before the file is put into WAL mode, so it always stands in the file itself.
+        A plain connection would play the log of a foreign database back into it when it closes. The application id is
+        written before a file is put into WAL mode, so it always stands in the file itself.
         """
-        if os.path.exists(self.path + ".lock"):
-            return
         connection = self._connect(_uri(self.path, "immutable=1"), uri=True)
         try:
-            self._is_new(connection)
+            if not self._is_new(connection):
+                self._known_version(connection)
+        except sqlite3.Error:
+            # Where there is a log somebody may be copying it into the file at this moment: then errors mean nothing.
+            if not os.path.exists(self.path + "-wal"):
+                raise
         finally:
             connection.close()
 
@@ -225,6 +230,12 @@ class Database:
         finally:
             copy.close()
         os.replace(unfinished, backup)
+        if os.name == "posix":  # the copy has to be there for good before the original is changed
+            folder = os.open(os.path.dirname(backup), os.O_RDONLY)
+            try:
+                os.fsync(folder)
+            finally:
+                os.close(folder)
 
     def _scripts(self) -> Sequence[str]:
         return load_migrations() if self._migrations is None else self._migrations

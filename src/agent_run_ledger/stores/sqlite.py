@@ -236,7 +236,7 @@ class SqliteStore:
                     else:
                         is_written = self._append_all(db, run_id, token, inbox, rows)
                     if is_written:
-                        self._note_growth(db, rows)
+                        self._mind_the_log(db, rows[0].payload if is_plain else None)
                         return True
                     return self._why_refused(db, run_id, token, inbox)
                 finally:
@@ -246,7 +246,7 @@ class SqliteStore:
 
     def read(self, run_id: str, after: int = 0) -> list[Row]:
         with self._reading() as db:
-            return list(map(_as_row, db.execute(_READ, (run_id, after))))
+            return list(map(Row._make, db.execute(_READ, (run_id, after))))
 
     def head(self, run_id: str) -> Head | None:
         with self._reading() as db:
@@ -263,7 +263,7 @@ class SqliteStore:
             with self._reading() as db:
                 page = db.execute(statement, (key,)).fetchall()
             for found in page:
-                yield Summary(Head(*found[1:6]), _as_row(found[6:16]), _as_row(found[16:]))
+                yield Summary(Head(*found[1:6]), Row._make(found[6:16]), Row._make(found[16:]))
             if run_id is not None or len(page) < _SUMMARIES_PER_PAGE:
                 return
             key = page[-1][0]
@@ -286,9 +286,8 @@ class SqliteStore:
         if self._inherited.get(run_id) == token:
             return
         with self._mutex, self._naming_errors(), self._transaction(_NORMAL) as db:
-            statement = "UPDATE runs SET note = ? WHERE run_id = ? AND fencing_token = ?"
-            if db.execute(statement, (note, run_id, token)).rowcount and note is not None:
-                self._noted.add(run_id)
+            self._noted.add(run_id)  # so that the next append looks; the plain one has no time to
+            db.execute("UPDATE runs SET note = ? WHERE run_id = ? AND fencing_token = ?", (note, run_id, token))
 
     def check(self) -> Iterable[str]:
         try:
@@ -330,10 +329,15 @@ class SqliteStore:
             is_free, grave = self._is_free(run_id, holder, token, until, seconds, boot)
             if not is_free:
                 raise RunOwned(run_id, holder, max(0.0, elapsed - (until - seconds)) if boot == boot_id() else 0.0)
-        if grave is not None:
-            db.execute("UPDATE runs SET owner = NULL WHERE owner = ?", (holder,))
-            holder = None
-        (taken,) = db.execute(_CLAIM, (owner, *lease, run_id, token, holder)).fetchone()
+        try:
+            if grave is not None:
+                db.execute("UPDATE runs SET owner = NULL WHERE owner = ?", (holder,))
+                holder = None
+            (taken,) = db.execute(_CLAIM, (owner, *lease, run_id, token, holder)).fetchone()
+        except BaseException:
+            if grave is not None:
+                grave.leave()
+            raise
         return int(taken), grave
 
     def _is_free(
@@ -349,7 +353,8 @@ class SqliteStore:
             grave = self._owners.prove_death(holder) if is_local else None
             return grave is not None or until <= elapsed, grave
         if boot and here and is_local:
-            return True, None  # this machine was started anew since, and nothing of that boot is alive
+            # This machine was started anew since, and nothing of that boot is alive.
+            return True, self._owners.prove_death(holder)
         # Another machine's clock says nothing here: the lease is watched, unchanged, for as long as it is valid.
         lease = (holder, token, until)
         watched, since = self._watched.get(run_id, (None, elapsed))
@@ -378,6 +383,7 @@ class SqliteStore:
 
     def _insert(self, db: sqlite3.Connection, run_id: str, token: int, inbox: int, rows: Sequence[Row]) -> None:
         for row in rows:
+            self._log_pages += len(row.payload or b"") // _PAGE_BYTES
             if _is_large(row):
                 db.execute(_KEEP_PAYLOAD, (run_id, row.digest, row.payload))
                 row = row._replace(payload=None)
@@ -426,14 +432,14 @@ class SqliteStore:
                 if db.in_transaction:
                     db.rollback()
                 raise
-            self._note_growth(db, ())
+            self._mind_the_log(db, None)
         finally:
             self._file_lock.release()
 
     @contextmanager
     def _reading(self) -> Iterator[sqlite3.Connection]:
         """A connection to read from. The writer where it has nothing to do: a second one would cost its opening."""
-        with self._naming_errors():
+        try:
             if not self.read_only and self._mutex.acquire(blocking=False):
                 try:
                     yield self._connection()
@@ -445,6 +451,8 @@ class SqliteStore:
                         self._refuse_if_closed()
                         self._reader = self._database.open_reader(is_alone=self.read_only)
                     yield self._reader
+        except sqlite3.Error as error:
+            raise named(error, self.path) from error
 
     def _refuse_if_closed(self) -> None:
         if self._is_closed:
@@ -465,15 +473,12 @@ class SqliteStore:
         except OSError:
             return False
 
-    def _note_growth(self, db: sqlite3.Connection, rows: Sequence[Row]) -> None:
-        """Count what was written, under the lock file, and empty the log when it is long."""
-        self._log_pages += _PAGES_PER_COMMIT
-        for row in rows:
-            if row.payload is not None:
-                self._log_pages += (len(row.payload) + len(row.body)) // _PAGE_BYTES
+    def _mind_the_log(self, db: sqlite3.Connection, payload: bytes | None) -> None:
+        """Count what was committed, under the lock file, and empty the log when it is long."""
+        self._log_pages += _PAGES_PER_COMMIT if payload is None else _PAGES_PER_COMMIT + len(payload) // _PAGE_BYTES
         if self._log_pages > _LOG_PAGES:
             self._log_pages = 0
-            with suppress(sqlite3.Error):  # what was written stands in the log; the next time it is tried again
+            with suppress(sqlite3.Error):  # what was committed stands in the log; the next time it is tried again
                 self._empty_log(db)
 
     def _empty_log(self, db: sqlite3.Connection) -> bool:
@@ -485,6 +490,7 @@ class SqliteStore:
 
     @contextmanager
     def _naming_errors(self) -> Iterator[None]:
+        """For a write under the mutex that its caller can simply do again."""
         try:
             yield
         except sqlite3.Error as error:
@@ -492,12 +498,12 @@ class SqliteStore:
             raise named(error, self.path) from error
 
     def _drop_if_in_doubt(self, error: sqlite3.Error) -> bool:
-        """After a failure in which nothing is known the connection is not used again."""
-        is_in_doubt = leaves_doubt(error)
-        if is_in_doubt and self._writer is not None and self._mutex.locked():
-            writer, self._writer = self._writer, None
-            self._close_connections(writer)
-        return is_in_doubt
+        """Under the mutex: after a failure in which nothing is known the connection is not used again."""
+        if not leaves_doubt(error):
+            return False
+        writer, self._writer = self._writer, None
+        self._close_connections(writer)
+        return True
 
     def _look_up_created(self, error: sqlite3.Error, run_id: str, owner: str, end: float) -> int:
         fault = named(error, self.path)
@@ -542,6 +548,9 @@ class SqliteStore:
             if self._is_closed:
                 return
             self._file_lock.busy_seconds = wait_seconds
+            if self._writer is not None:
+                with suppress(sqlite3.Error):
+                    self._writer.execute(f"PRAGMA busy_timeout={int(wait_seconds * 1000)}")
             is_given_back = self._give_back()
             self._is_closed = True
             writer, reader = self._writer, self._reader
@@ -620,10 +629,6 @@ def _is_large(row: Row) -> bool:
     return (
         payload is not None and len(payload) > LARGE_PAYLOAD_BYTES and row.digest is not None and row.encoding is None
     )
-
-
-def _as_row(found: Sequence[Any]) -> Row:
-    return Row._make(found)
 
 
 def _secret(db: sqlite3.Connection, run_id: str) -> bytes:

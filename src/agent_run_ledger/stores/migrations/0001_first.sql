@@ -178,16 +178,22 @@ END;
 CREATE VIEW readable_entries AS
 SELECT
     run_id, seq, kind, position, roots, digest, fingerprint,
-    CASE WHEN json_valid(CAST(body AS TEXT)) THEN CAST(body AS TEXT) END AS body,
-    CASE WHEN encoding IS NULL THEN CAST(coalesce(payload, (
-        SELECT bytes FROM payloads p WHERE p.run_id = entries.run_id AND p.digest = entries.digest
-    )) AS TEXT) END AS payload
-FROM entries;
+    CASE WHEN json_valid(body) THEN body END AS body,
+    CASE WHEN json_valid(payload) THEN payload END AS payload
+FROM (
+    SELECT
+        run_id, seq, kind, position, roots, digest, fingerprint,
+        CAST(body AS TEXT) AS body,
+        CASE WHEN encoding IS NULL THEN CAST(coalesce(payload, (
+            SELECT bytes FROM payloads p WHERE p.run_id = entries.run_id AND p.digest = entries.digest
+        )) AS TEXT) END AS payload
+    FROM entries
+);
 
 CREATE VIEW agent_runs AS
 SELECT
     r.run_id,
-    CASE WHEN json_valid(f.payload) THEN json_extract(f.payload, '$.goal') END AS goal,
+    json_extract(f.payload, '$.goal') AS goal,
     CASE
         WHEN r.note IS NOT NULL
             AND json_extract(l.body, '$.state') NOT IN ('COMPLETED', 'FAILED', 'DEAD_LETTER', 'CANCELLED') THEN 'BLOCKED'
@@ -223,7 +229,7 @@ SELECT
     i.payload AS arguments_json,
     json_extract(s.body, '$.step_state') AS state,
     CASE WHEN json_extract(o.body, '$.ok') = 'completed' THEN o.payload END AS output_json,
-    CASE WHEN json_extract(o.body, '$.ok') <> 'completed' AND json_valid(o.payload) THEN
+    CASE WHEN json_extract(o.body, '$.ok') <> 'completed' THEN
         json_extract(o.payload, '$.type') || coalesce(': ' || nullif(json_extract(o.payload, '$.message'), ''), '')
     END AS error_message,
     lower(nullif(hex(i.fingerprint), '')) AS fingerprint,

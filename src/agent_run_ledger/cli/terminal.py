@@ -1,0 +1,119 @@
+"""What a terminal is shown: text without control characters, tables, and a line of progress."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import unicodedata
+from collections.abc import Iterable, Sequence
+from datetime import datetime
+from typing import Any, TextIO
+
+_DANGEROUS = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
+_SHORT = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
+_WIDTH_OF_A_FILE = 160
+
+
+def plain(text: str) -> str:
+    """`text` with every control, bidi and other invisible character, and every lone surrogate, spelt out as an escape."""
+    if text.isascii() and text.isprintable():
+        return text
+    return "".join(_escape(each) if unicodedata.category(each) in _DANGEROUS else each for each in text)
+
+
+def _escape(character: str) -> str:
+    code = ord(character)
+    return _SHORT.get(character) or (f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}")
+
+
+def as_json(value: Any) -> str:
+    """One JSON text in ASCII, so that a terminal is safe from it too."""
+    return json.dumps(value, indent=2).replace("\x7f", "\\u007f")
+
+
+def cut(text: str | None, columns: int) -> str:
+    """`text`, safe to show, cut to that many columns."""
+    if text is None:
+        return ""
+    head = plain(text[: columns + 1])  # no more than that can be seen, and a payload may have megabytes
+    if columns_of(head) <= columns:
+        return head
+    while head and columns_of(head) > columns - 1:
+        head = head[:-1]
+    return head + "…"
+
+
+def columns_of(text: str) -> int:
+    """How many columns of a terminal `text` takes."""
+    if text.isascii():
+        return len(text)
+    return sum(2 if unicodedata.east_asian_width(each) in "WF" else not unicodedata.combining(each) for each in text)
+
+
+def when(seconds: float) -> str:
+    """A time in the zone of whoever reads it, to the second."""
+    try:
+        return datetime.fromtimestamp(seconds).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+    except (ValueError, OverflowError, OSError):
+        return "(no time)"
+
+
+def took(seconds: float | None) -> str:
+    """A duration for people."""
+    if seconds is None:
+        return ""
+    if seconds < 1:
+        return f"{seconds * 1000:.1f} ms"
+    return f"{seconds:.1f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+
+
+def table(heads: Sequence[str], rows: Iterable[Sequence[str | None]], *, stretch: int | None = None) -> str:
+    """Columns of text; the one at index `stretch` gets what the others leave of the line."""
+    shown = [[cut(cell, 60 if at != stretch else 2000) for at, cell in enumerate(row)] for row in rows]
+    widths = [max(columns_of(row[at]) for row in ([*heads], *shown)) for at in range(len(heads))]
+    if stretch is not None:
+        others = sum(widths) - widths[stretch] + 2 * (len(widths) - 1)
+        room = max(_width() - others, len(heads[stretch]), 20)
+        widths[stretch] = min(widths[stretch], room)
+        for row in shown:
+            row[stretch] = cut(row[stretch], room)
+    lines = ([*heads], *shown)
+    return "\n".join(
+        "  ".join(cell + " " * (width - columns_of(cell)) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in lines
+    )
+
+
+def _width() -> int:
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else _WIDTH_OF_A_FILE
+
+
+class Progress:
+    """A line that changes where a person watches; `milestone` lines stay, and are all that a file gets."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._is_watched = stream.isatty()
+        self._is_open = False
+
+    def show(self, text: str) -> None:
+        """Replace the changing line."""
+        if self._is_watched:
+            columns = shutil.get_terminal_size().columns - 1
+            self._stream.write("\r" + cut(text, columns) + "\x1b[K")
+            self._stream.flush()
+            self._is_open = True
+
+    def milestone(self, text: str) -> None:
+        """Write a line that stays."""
+        self.clear()
+        self._stream.write(plain(text) + "\n")
+        self._stream.flush()
+
+    def clear(self) -> None:
+        """Take the changing line away."""
+        if self._is_open:
+            self._stream.write("\r\x1b[K")
+            self._stream.flush()
+            self._is_open = False

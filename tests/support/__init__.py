@@ -1,0 +1,1 @@
+"""What several test files need: witnesses outside of the process, and processes that can be killed."""

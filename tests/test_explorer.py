@@ -1,0 +1,377 @@
+"""Stopped at every yield, in process: whatever the moment, the next process goes on as if nothing had happened."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agent_run_ledger import (
+    BudgetExceededException,
+    Effect,
+    IllegalTransition,
+    RetryPolicy,
+    RunawayLoopException,
+    RunClosed,
+    RunLedger,
+    Step,
+    StepFailed,
+    StepInDoubt,
+    UnserialisableOutput,
+)
+from support.explorer import RUN, Life, World, judge
+
+Flow = Callable[[Life], Any]
+FLOWS: dict[str, tuple[Flow, dict[str, Any]]] = {}
+
+
+def flow(**options: Any) -> Callable[[Flow], Flow]:
+    """A program to be stopped at every tick. `options` are those of the ledger; it returns what must come out the same."""
+
+    def register(program: Flow) -> Flow:
+        FLOWS[program.__name__] = (program, options)
+        return program
+
+    return register
+
+
+def status(life: Life) -> str:
+    return life.ledger.get_run(RUN).status
+
+
+# --- the flows --------------------------------------------------------------------------------------------------------
+
+
+@flow()
+def plain_steps_and_a_finish(life: Life) -> Any:
+    life.ledger.create_run("goal", RUN)
+    first = life.step("look", 1, effect=Effect.READ)
+    second = life.step("note", first, effect=Effect.IDEMPOTENT)
+    third = life.step("think", second)
+    life.ledger.finish_run(RUN, third)
+    life.ledger.finish_run(RUN, third)
+    return third, status(life)
+
+
+@flow()
+def a_failing_step_and_further_ones(life: Life) -> Any:
+    life.ledger.create_run("goal", RUN)
+    life.step("before", 1)
+
+    def breaks(given: Any, n: int) -> Any:
+        raise ValueError("no such invoice")
+
+    with pytest.raises(StepFailed, match="no such invoice"):
+        life.step("breaks", 2, breaks)
+    after = life.step("after", 3)
+    life.ledger.finish_run(RUN, after)
+    return after, status(life)
+
+
+@flow()
+def a_failure_that_is_raised_as_itself(life: Life) -> Any:
+    life.ledger.create_run("goal", RUN)
+
+    def breaks(given: Any, n: int) -> Any:
+        raise LookupError("not there")
+
+    with pytest.raises(LookupError, match="not there"):
+        life.step("breaks", 2, breaks, raises=(LookupError,))
+    return life.step("after", 3)
+
+
+@flow()
+def retries_with_waits(life: Life) -> Any:
+    life.ledger.create_run("goal", RUN)
+
+    def third_time_lucky(given: Any, n: int) -> Any:
+        if n < 3:
+            raise ConnectionError("try later")
+        return "there"
+
+    patient = RetryPolicy(max_attempts=6, base=100, cap=1000)
+    got = life.step("ask", "?", third_time_lucky, effect=Effect.READ, retry=patient)
+    for step in life.log().positions.values():
+        if step.outcome is not None and step.wait:
+            assert life.world.seen(step.key)[-1].at >= step.created_at
+    after = life.step("after", got)
+    life.ledger.finish_run(RUN, after)
+    return after, status(life)
+
+
+@flow()
+def recorded_values(life: Life) -> Any:
+    with life.ledger.open_run("goal", RUN) as run:
+        at, chance, name = run.now(), run.random(), run.uuid4()
+        noted = life.step("note", [at, chance, name])
+        again = run.now()
+        assert again >= at
+        life.step("close", again)
+        assert noted == ["note", [at, chance, name]]
+    return status(life)
+
+
+@flow()
+def ended_by_its_program(life: Life) -> Any:
+    life.ledger.create_run("goal", RUN)
+    try:
+        life.step("look", 1, effect=Effect.READ)
+        life.ledger.abort_run(RUN, "it makes no sense")
+    except (RunClosed, IllegalTransition):
+        pass
+    return status(life), life.ledger.get_run(RUN).cause
+
+
+@flow()
+def cancelled_by_somebody_else(life: Life) -> Any:
+    def is_cancelled_meanwhile(given: Any, n: int) -> Any:
+        other = life.own(type(life.ledger)(life.mortal, **life.options))
+        try:
+            other.cancel(RUN, by="an operator", reason="wrong month")
+        except IllegalTransition:
+            pass
+        return "done"
+
+    try:
+        life.ledger.create_run("goal", RUN)
+        life.step("before", 1, effect=Effect.READ)
+        life.step("work", 2, is_cancelled_meanwhile, effect=Effect.READ)
+        life.step("never", 3)
+    except RunClosed:
+        pass
+    assert all(call.tool != "never" for call in life.world.calls)
+    return status(life), life.ledger.get_run(RUN).cause
+
+
+@flow()
+def a_pipeline_with_a_diamond(life: Life) -> Any:
+    def joins(left: Any, right: Any) -> Any:
+        return life.tool("join", lambda given, n: given)([left, right])
+
+    steps = [
+        Step("top", life.tool("top", lambda given, n: given + 1), effect=Effect.READ),
+        Step("left", _named("top", life.tool("left", lambda given, n: given * 2)), ["top"], effect=Effect.IDEMPOTENT),
+        Step("right", _named("top", life.tool("right", lambda given, n: given * 3)), ["top"]),
+        Step("join", joins, ["left", "right"]),
+    ]
+    ledger = life.own(RunLedger(RUN, life.mortal, steps=steps, **life.options))
+    result = ledger.execute(given=1)
+    assert ledger.execute(given=1) == result
+    return result, status(life)
+
+
+def _named(parameter: str, function: Callable[[Any], Any]) -> Callable[..., Any]:
+    """The same function with its parameter named after a dependency."""
+    assert parameter == "top"
+
+    def named(top: Any) -> Any:
+        return function(top)
+
+    return named
+
+
+@flow()
+def parked_by_an_exception_and_run_again(life: Life) -> Any:
+    def down_at_first(given: Any, n: int) -> Any:
+        if n == 1:
+            raise OSError("the server is down")
+        return "up"
+
+    for _ in range(3):
+        try:
+            with life.ledger.open_run("goal", RUN) as run:
+                life.step("before", 1)
+                run.result = life.step("ask", 2, down_at_first)
+        except StepFailed:
+            assert status(life) == "BLOCKED"
+        else:
+            break
+    return status(life), life.ledger.get_run(RUN).result
+
+
+@flow()
+def a_pipeline_parked_and_run_again(life: Life) -> Any:
+    def down_at_first(given: Any, n: int) -> Any:
+        if n == 1:
+            raise OSError("the server is down")
+        return "up"
+
+    def ask(got: Any) -> Any:
+        return life.tool("ask", down_at_first)(got)
+
+    steps = [Step("get", life.tool("get", lambda given, n: given)), Step("ask", ask, ["get"])]
+    ledger = life.own(RunLedger(RUN, life.mortal, steps=steps, **life.options))
+    for _ in range(3):
+        try:
+            return ledger.execute(given=1), status(life)
+        except StepFailed:
+            assert status(life) == "BLOCKED"
+    return None
+
+
+@flow()
+def resumed_at_the_frontier(life: Life) -> Any:
+    if life.store.head(RUN) is None:
+        life.ledger.create_run("goal", RUN)
+    done = {step.tool_name for step in life.ledger.resume_run(RUN) if step.state == "COMPLETED"}
+    for name in ("one", "two", "three"):
+        if name not in done:
+            life.step(name, name, effect=Effect.READ)
+    life.ledger.finish_run(RUN)
+    return status(life), [step.output_json for step in life.ledger.steps(RUN)]
+
+
+@flow()
+def a_step_that_must_not_happen_twice(life: Life) -> Any:
+    life.ledger.create_run("goal", RUN)
+    try:
+        life.step("look", 1, effect=Effect.READ)
+        life.step("pay", 2, effect=Effect.MUTATE)
+        life.step("look again", 3, effect=Effect.READ)
+        life.ledger.finish_run(RUN)
+    except StepInDoubt:
+        (paid,) = [step for step in life.log().positions.values() if step.tool == "pay"]
+        assert paid.outcome is None
+        assert life.number > 0
+        assert status(life) == "BLOCKED"
+        return "in doubt"
+    return status(life)
+
+
+@flow(undeclared="block")
+def undeclared_steps_that_block(life: Life) -> Any:
+    life.ledger.create_run("goal", RUN)
+    try:
+        life.step("think", 1)
+        life.ledger.finish_run(RUN)
+    except StepInDoubt:
+        assert life.number > 0
+        assert status(life) == "BLOCKED"
+        return "in doubt"
+    return status(life)
+
+
+@flow()
+def an_output_that_cannot_be_stored(life: Life) -> Any:
+    life.ledger.create_run("goal", RUN)
+    with pytest.raises(UnserialisableOutput):
+        life.step("strange", 1, lambda given, n: object())
+    after = life.step("after", 2)
+    life.ledger.finish_run(RUN, after)
+    return after, status(life)
+
+
+@flow(loop_threshold=3)
+def a_loop_that_is_refused(life: Life) -> Any:
+    life.ledger.create_run("goal", RUN)
+    try:
+        for _ in range(4):
+            life.step("poll", "same", lambda given, n: "no news", effect=Effect.READ)
+    except (RunawayLoopException, RunClosed):
+        pass
+    return status(life), life.ledger.get_run(RUN).cause, len({call.key for call in life.world.calls})
+
+
+@flow(max_steps=2)
+def a_budget_that_is_spent(life: Life) -> Any:
+    life.ledger.create_run("goal", RUN)
+    try:
+        for number in range(3):
+            life.step(f"step {number}", number, effect=Effect.READ)
+    except (BudgetExceededException, RunClosed):
+        pass
+    return status(life), life.ledger.get_run(RUN).cause, len({call.key for call in life.world.calls})
+
+
+@flow()
+def payloads_longer_than_64_kib(life: Life) -> Any:
+    life.ledger.create_run("goal", RUN)
+    long = "é" * 40_000
+    first = life.step("fetch", 1, lambda given, n: long, effect=Effect.READ)
+    second = life.step("send", first, lambda given, n: given, effect=Effect.IDEMPOTENT)
+    life.ledger.finish_run(RUN, second)
+    return second == long, status(life)
+
+
+# --- the explorer -----------------------------------------------------------------------------------------------------
+
+MAY_PARK = {"a_step_that_must_not_happen_twice", "undeclared_steps_that_block"}
+
+
+@pytest.fixture(autouse=True)
+def _undeclared_steps_are_meant() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+class Explorer:
+    """One flow, lived again and again."""
+
+    def __init__(self, name: str, folder: Path | None) -> None:
+        self.name = name
+        self.program, self.options = FLOWS[name]
+        self.folder = folder
+        self.number = 0
+        self.ticks, self.expected = self.undisturbed()
+
+    def undisturbed(self) -> tuple[int, Any]:
+        world = self.world()
+        result, ticks = self.live(world)
+        self.finish(world)
+        return ticks, result
+
+    def world(self) -> World:
+        self.number += 1
+        folder = None
+        if self.folder is not None:
+            folder = self.folder / str(self.number)
+            folder.mkdir()
+        return World(folder, self.options)
+
+    def live(self, world: World, die_at: int | None = None) -> tuple[Any, int]:
+        """One life: what the program returned (None where it died), and its ticks."""
+        result = None
+        with world.life(die_at) as life:
+            result = self.program(life)
+            life.expect_live_equals_stored()
+        return result, len(life.ticks)
+
+    def finish(self, world: World) -> None:
+        with world.life() as last:
+            findings = last.ledger.verify().findings
+            judge(world, last.log(), findings)
+
+    def crash(self, *die_at: int) -> bool:
+        """Die at these ticks, one after the other, then run undisturbed, and judge. False: it ended before it could die."""
+        world = self.world()
+        for tick in die_at:
+            _, ticks = self.live(world, tick)
+            if ticks < tick:
+                return False
+        result, _ = self.live(world)
+        if not (self.name in MAY_PARK and result == "in doubt"):
+            assert result == self.expected
+        self.finish(world)
+        return True
+
+
+@pytest.fixture(params=["memory", "sqlite"])
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path | None:
+    return None if request.param == "memory" else tmp_path
+
+
+@pytest.mark.parametrize("name", FLOWS)
+def test_a_run_stopped_at_any_yield_goes_on_as_if_nothing_had_happened(name: str, folder: Path | None) -> None:
+    explorer = Explorer(name, folder)
+    assert explorer.ticks > 10
+    for tick in range(1, explorer.ticks + 1):
+        try:
+            assert explorer.crash(tick)
+        except Exception as error:
+            error.add_note(f"stopped at tick {tick} of {explorer.ticks}")
+            raise

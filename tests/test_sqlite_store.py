@@ -1,0 +1,1208 @@
+"""What only the SQLite store promises: one file, real processes, real locks, and errors that say what to do."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import resource
+import signal
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agent_run_ledger.contract import Row
+from agent_run_ledger.errors import (
+    LeaseLost,
+    NotALedger,
+    RunOwned,
+    SchemaTooNew,
+    StoreBusy,
+    StoreCorrupt,
+    StoreError,
+    StoreFull,
+    StoreReadOnly,
+    StoreUnavailable,
+)
+from agent_run_ledger.stores import open_store, schema
+from agent_run_ledger.stores.filelock import WriteLock
+from agent_run_ledger.stores.owners import file_system_of
+from agent_run_ledger.stores.sqlite import SqliteStore
+from agent_run_ledger.testing import FakeClock, a_row
+
+SECRET = b"s" * 32
+SOURCES = str(Path(schema.__file__).parents[2])
+
+
+@pytest.fixture
+def clock() -> FakeClock:
+    return FakeClock()
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "ledger.db"
+
+
+@pytest.fixture
+def store(path: Path, clock: FakeClock) -> Iterator[SqliteStore]:
+    with contextlib.closing(SqliteStore(path, clock=clock)) as store:
+        yield store
+
+
+def create(store: SqliteStore, run_id: str = "r", owner: str = "a", rows: list[Row] | None = None) -> int:
+    lease = store.create(run_id, owner, 30.0, SECRET, rows or [a_row(1, "created", b"{}")], 1.0)
+    assert lease is not None
+    return lease.token
+
+
+def look(path: Path) -> contextlib.closing[sqlite3.Connection]:
+    return contextlib.closing(sqlite3.connect(path, isolation_level=None))
+
+
+def python(script: str, *arguments: str, **options: Any) -> subprocess.Popen[str]:
+    """A process of its own, that runs `script`; what it prints first is read as the sign that it is ready."""
+    head = (
+        "import os, sys, contextlib\n"
+        "from agent_run_ledger.contract import Row\n"
+        "from agent_run_ledger.errors import *\n"
+        "from agent_run_ledger.stores.sqlite import SqliteStore\n"
+        "from agent_run_ledger.testing import FakeClock, a_row\n"
+    )
+    return subprocess.Popen(
+        [sys.executable, "-c", head + script, *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": SOURCES},
+        **options,
+    )
+
+
+def in_a_fork(work: Any) -> str:
+    """What `work()` returns, or raises, in a forked child."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            try:
+                said = str(work())
+            except BaseException as error:
+                said = f"{type(error).__name__}: {error}"
+            os.write(writer, said.encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as file:
+        said = file.read()
+    os.waitpid(child, 0)
+    return said
+
+
+# --- append-only ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def written(store: SqliteStore, path: Path) -> Iterator[sqlite3.Connection]:
+    """A ledger with one run of three entries, seen by somebody with plain SQL."""
+    token = create(store)
+    big = Row(3, "note", None, None, b"{}", b"r" * 32, b"x" * 100_000, b"d" * 32)
+    store.append("r", token, 0, [a_row(2, payload=b"two"), big], synced=True)
+    with look(path) as db:
+        yield db
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "UPDATE entries SET body = x'00' WHERE seq = 2",
+        "UPDATE entries SET kind = 'other' WHERE seq = 2",
+        "UPDATE entries SET payload = x'00' WHERE seq = 2",
+        "UPDATE entries SET payload = NULL WHERE seq = 2",
+        "UPDATE entries SET digest = NULL WHERE seq = 2",
+        "UPDATE entries SET seq = 9 WHERE seq = 3",
+        "UPDATE entries SET run_id = 'x'",
+        "UPDATE entries SET rowid = 99 WHERE seq = 3",
+        "UPDATE OR REPLACE entries SET seq = 2 WHERE seq = 3",
+        "UPDATE entries SET roots = x'', payload = NULL, digest = NULL WHERE seq = 2",
+        "DELETE FROM entries",
+        "DELETE FROM entries WHERE seq = 3",
+        "INSERT OR REPLACE INTO entries (run_id, seq, kind, body, roots) VALUES ('r', 2, 'x', x'', x'')",
+        "INSERT OR REPLACE INTO entries (rowid, run_id, seq, kind, body, roots) VALUES (1, 'r', 4, 'x', x'', x'')",
+        "INSERT INTO entries (run_id, seq, kind, body, roots) VALUES ('r', 5, 'x', x'', x'')",
+        "INSERT INTO entries (run_id, seq, kind, body, roots) VALUES ('r', 0, 'x', x'', x'')",
+        "UPDATE payloads SET bytes = x'00'",
+        "UPDATE payloads SET digest = x'00', bytes = NULL",
+        "DELETE FROM payloads",
+        "INSERT OR REPLACE INTO payloads SELECT run_id, digest, x'00' FROM payloads",
+        "UPDATE secrets SET secret = x'00'",
+        "UPDATE runs SET fencing_token = 0",
+        "UPDATE runs SET run_id = 'x'",
+        "DELETE FROM runs",
+        "INSERT OR REPLACE INTO runs (run_id, created_at, fencing_token) VALUES ('r', 0, 0)",
+        "INSERT INTO tombstones VALUES ('r', 3, x'00', 'me', 'it still runs', 1.0)",
+        "INSERT INTO tombstones VALUES ('unknown', 3, x'00', 'me', 'there is none', 1.0)",
+    ],
+)
+def test_what_was_written_is_neither_changed_nor_deleted(written: sqlite3.Connection, statement: str) -> None:
+    before = list(written.iterdump())
+    with pytest.raises(sqlite3.IntegrityError) as refused:
+        written.execute(statement)
+    assert any(word in str(refused.value) for word in ("append-only", "erased", "run", "tombstone"))
+    assert list(written.iterdump()) == before
+
+
+@pytest.mark.parametrize(
+    "change",
+    ["rowid = 99", "run_id = 'x'", "seq = 9", "kind = ''", "position = ''", "attempt = 9", "body = x''", "roots = x''"],
+)
+def test_while_a_payload_is_erased_nothing_else_can_be_changed(written: sqlite3.Connection, change: str) -> None:
+    erase = "payload = NULL, digest = NULL, fingerprint = NULL, encoding = NULL"
+    with pytest.raises(sqlite3.IntegrityError, match="append-only"):
+        written.execute(f"UPDATE entries SET {erase}, {change} WHERE seq = 3")
+    written.execute(f"UPDATE entries SET {erase} WHERE seq = 3")
+
+
+def test_a_payload_can_be_erased_together_with_all_that_tells_of_it(
+    written: sqlite3.Connection, store: SqliteStore
+) -> None:
+    erase = "UPDATE entries SET payload = NULL, digest = NULL, fingerprint = NULL, encoding = NULL WHERE seq = ?"
+    written.execute("UPDATE payloads SET bytes = NULL")
+    written.execute(erase, (2,))
+    written.execute(erase, (3,))
+    written.execute("UPDATE secrets SET secret = NULL")
+    rows = store.read("r", 1)
+    assert [(row.payload, row.digest) for row in rows] == [(None, None), (None, None)]
+    assert [row.body for row in rows] == [a_row(2).body, b"{}"]
+    assert store.secret("r") == b""
+    # The same bytes come again, rightfully, in a later entry.
+    again = Row(4, "note", None, None, b"{}", b"r" * 32, b"x" * 100_000, b"d" * 32)
+    assert store.append("r", 1, 0, [again], synced=True)
+    assert store.read("r", 3) == [again]
+
+
+def test_an_ended_run_is_deleted_only_behind_a_tombstone_that_stays(store: SqliteStore, path: Path) -> None:
+    create(store, rows=[a_row(1, "finished", b"{}", state="COMPLETED")])
+    with look(path) as db:
+        with pytest.raises(sqlite3.IntegrityError):
+            db.execute("DELETE FROM entries WHERE run_id = 'r'")
+        db.execute("INSERT INTO tombstones VALUES ('r', 1, x'00', 'me', 'asked to', 1.0)")
+        for table in ("entries", "runs"):
+            db.execute(f"DELETE FROM {table} WHERE run_id = 'r'")
+        for statement in (
+            "UPDATE tombstones SET why = 'no'",
+            "DELETE FROM tombstones",
+            "INSERT OR REPLACE INTO tombstones VALUES ('r', 0, x'', '', '', 0)",
+        ):
+            with pytest.raises(sqlite3.IntegrityError):
+                db.execute(statement)
+    assert store.read("r") == []
+    with pytest.raises(StoreError, match="was deleted"):
+        create(store)
+
+
+# --- payloads ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_large_payload_is_kept_once_per_run(store: SqliteStore, path: Path) -> None:
+    payload = os.urandom(70_000)
+    digest = hashlib.sha256(payload).digest()
+    rows = [Row(seq, "note", None, None, b"{}", b"r" * 32, payload, digest) for seq in (2, 3, 4)]
+    for run_id in ("one", "two"):
+        token = create(store, run_id)
+        for row in rows:
+            assert store.append(run_id, token, 0, [row], synced=False)
+        assert store.read(run_id, 1) == rows
+    with look(path) as db:
+        kept = db.execute("SELECT run_id, digest, length(bytes) FROM payloads ORDER BY run_id").fetchall()
+        assert kept == [("one", digest, 70_000), ("two", digest, 70_000)]
+
+
+# --- views ------------------------------------------------------------------------------------------------------------
+
+
+class Flow:
+    """Writes the entries of steps as an engine writes them."""
+
+    def __init__(self, store: SqliteStore, run_id: str = "r") -> None:
+        self.store, self.run_id, self.seq = store, run_id, 1
+        body = {"at": 100.0, "state": "PENDING", "steps": 0, "token": 1}
+        create(store, run_id, rows=[self._row("created", None, body, b'{"goal":"G","input":null}')])
+
+    def _row(self, kind: str, position: str | None, body: dict[str, Any], payload: bytes | None, **more: Any) -> Row:
+        body = {"run": self.run_id, "seq": self.seq, "kind": kind, **body}
+        digest = None if payload is None else hashlib.sha256(payload).digest()
+        data = json.dumps(body).encode()
+        root = hashlib.sha256(b"\0" + data).digest()
+        return Row(self.seq, kind, position, body.get("attempt"), data, root * 2, payload, digest, **more)
+
+    def write(self, kind: str, position: str | None, payload: bytes | None = None, **body: Any) -> Row:
+        self.seq += 1
+        more = {"fingerprint": b"\xfa" * 32} if kind == "intent" else {}
+        row = self._row(kind, position, {"at": 100.0 + self.seq, "token": 1, "steps": 1, **body}, payload, **more)
+        assert self.store.append(self.run_id, 1, 0, [row], synced=False)
+        return row
+
+    def intent(self, position: str, step: int, payload: bytes = b'{"x":1}', attempt: int = 1, left: int = 3) -> Row:
+        body = {"pos": position, "step": step, "attempt": attempt, "tool": f"t{step}", "key": f"k{step}", "input": "55"}
+        return self.write("intent", position, payload, state="RUNNING", step_state="RUNNING", left=left, **body)
+
+    def outcome(self, position: str, ok: str, payload: bytes, step_state: str = "COMPLETED", left: int = 3) -> Row:
+        return self.write(
+            "outcome", position, payload, state="CHECKPOINTED", ok=ok, step_state=step_state, left=left, steps=2
+        )
+
+
+def ask(path: Path, statement: str, *values: object) -> list[dict[str, Any]]:
+    with look(path) as db:
+        db.row_factory = sqlite3.Row
+        return [dict(row) for row in db.execute(statement, values)]
+
+
+def test_the_views_have_exactly_their_columns(store: SqliteStore, path: Path) -> None:
+    with look(path) as db:
+        columns = {
+            view: [column[0] for column in db.execute(f"SELECT * FROM {view}").description]
+            for view in ("agent_runs", "run_steps", "agent_step_journal")
+        }
+    assert columns == {
+        "agent_runs": ["run_id", "goal", "status", "total_steps", "created_at", "updated_at"],
+        "run_steps": [
+            "step_id",
+            "run_id",
+            "step_number",
+            "tool_name",
+            "arguments_json",
+            "state",
+            "output_json",
+            "error_message",
+            "fingerprint",
+            "created_at",
+            "completed_at",
+            "state_version",
+            "idempotency_key",
+            "input_digest",
+            "output_digest",
+            "retry_budget_remaining",
+            "fencing_token",
+        ],
+        "agent_step_journal": [
+            "task_id",
+            "step_index",
+            "tool_name",
+            "idempotency_key",
+            "arguments_json",
+            "status",
+            "output_json",
+            "created_at",
+            "updated_at",
+        ],
+    }
+
+
+def test_a_completed_step_is_one_row_of_run_steps(store: SqliteStore, path: Path) -> None:
+    flow = Flow(store)
+    intent = flow.intent("1", 1)
+    flow.outcome("1", "completed", b'"done"')
+    (step,) = ask(path, "SELECT * FROM run_steps WHERE run_id = 'r'")
+    assert step == {
+        "step_id": "step_" + intent.roots[:10].hex(),
+        "run_id": "r",
+        "step_number": 1,
+        "tool_name": "t1",
+        "arguments_json": '{"x":1}',
+        "state": "COMPLETED",
+        "output_json": '"done"',
+        "error_message": None,
+        "fingerprint": "fa" * 32,
+        "created_at": 102.0,
+        "completed_at": 103.0,
+        "state_version": 3,
+        "idempotency_key": "k1",
+        "input_digest": hashlib.sha256(b'{"x":1}').hexdigest(),
+        "output_digest": hashlib.sha256(b'"done"').hexdigest(),
+        "retry_budget_remaining": 3,
+        "fencing_token": 1,
+    }
+    (run,) = ask(path, "SELECT * FROM agent_runs")
+    assert run == {
+        "run_id": "r",
+        "goal": "G",
+        "status": "CHECKPOINTED",
+        "total_steps": 2,
+        "created_at": 100.0,
+        "updated_at": 103.0,
+    }
+    (journal,) = ask(path, "SELECT * FROM agent_step_journal")
+    assert journal == {
+        "task_id": "r",
+        "step_index": 1,
+        "tool_name": "t1",
+        "idempotency_key": "k1",
+        "arguments_json": '{"x":1}',
+        "status": "committed",
+        "output_json": '"done"',
+        "created_at": 102.0,
+        "updated_at": 103.0,
+    }
+
+
+def test_the_views_show_where_each_step_stands(store: SqliteStore, path: Path) -> None:
+    flow = Flow(store)
+    flow.intent("1", 1)
+    flow.outcome("1", "failed", b'{"type":"ValueError","message":"no"}', "FAILED", left=2)
+    flow.intent("2", 2)
+    flow.outcome("2", "failed", b'{"type":"KeyError","message":""}', "FAILED")
+    flow.intent("2", 2, attempt=2, left=1)
+    flow.intent("10", 3)
+    flow.write("value", "11", b"1.5", state="RUNNING")
+    flow.write("parked", "10", b'{"why":"?"}', state="BLOCKED", step_state="BLOCKED")
+    flow.intent("12", 4)
+    flow.outcome("12", "unstorable", b'{"type":"UnserialisableOutput","message":"at $.x"}', "COMPLETED")
+    columns = "step_number, state, error_message, completed_at, state_version, retry_budget_remaining, output_json"
+    assert [tuple(step.values()) for step in ask(path, f"SELECT {columns} FROM run_steps")] == [
+        (1, "FAILED", "ValueError: no", 103.0, 3, 2, None),
+        (2, "RUNNING", "KeyError", None, 6, 1, None),
+        (3, "BLOCKED", None, None, 9, 3, None),
+        (4, "COMPLETED", "UnserialisableOutput: at $.x", 111.0, 11, 3, None),
+    ]
+    status = "SELECT step_index, status FROM agent_step_journal"
+    journal = [tuple(step.values()) for step in ask(path, status)]
+    assert journal == [(1, "failed"), (2, "pending"), (3, "pending"), (4, "failed")]
+    store.release("r", 1)
+    journal = [tuple(step.values()) for step in ask(path, status)]
+    assert journal == [(1, "failed"), (2, "in_doubt"), (3, "in_doubt"), (4, "failed")]
+    store.claim("r", "b", 30.0)
+    journal = [tuple(step.values()) for step in ask(path, status)]
+    assert journal == [(1, "failed"), (2, "in_doubt"), (3, "in_doubt"), (4, "failed")]
+
+
+def test_a_note_shows_a_run_as_blocked_unless_it_has_ended(store: SqliteStore, path: Path) -> None:
+    flow = Flow(store)
+    store.annotate("r", 1, "divergence")
+    assert ask(path, "SELECT status FROM agent_runs") == [{"status": "BLOCKED"}]
+    flow.write("finished", None, b"1", state="COMPLETED")
+    assert ask(path, "SELECT status FROM agent_runs") == [{"status": "COMPLETED"}]
+    store.annotate("r", 1, "late")
+    assert ask(path, "SELECT status FROM agent_runs") == [{"status": "COMPLETED"}]
+
+
+def test_the_views_show_large_payloads_whole_and_erased_or_encoded_ones_not_at_all(
+    store: SqliteStore, path: Path
+) -> None:
+    flow = Flow(store)
+    large = json.dumps("x" * 80_000).encode()
+    flow.intent("1", 1, large)
+    flow.outcome("1", "completed", large)
+    columns = "arguments_json, output_json, input_digest, output_digest, fingerprint"
+    (step,) = ask(path, f"SELECT {columns} FROM run_steps")
+    assert step["arguments_json"] == step["output_json"] == large.decode()
+    with look(path) as db:
+        db.execute(
+            "UPDATE entries SET payload = NULL, digest = NULL, fingerprint = NULL, encoding = NULL WHERE seq = 3"
+        )
+    (step,) = ask(path, f"SELECT {columns} FROM run_steps")
+    assert (step["arguments_json"], step["output_json"], step["output_digest"]) == (large.decode(), None, None)
+    with look(path) as db:
+        db.execute("UPDATE entries SET payload = NULL, digest = NULL, fingerprint = NULL, encoding = NULL")
+    assert set(ask(path, f"SELECT {columns} FROM run_steps")[0].values()) == {None}
+    assert ask(path, "SELECT goal FROM agent_runs") == [{"goal": None}]
+    row = Row(4, "outcome", "1", 1, b'{"ok":"completed"}', b"r" * 32, b"cipher", None, None, "aes")
+    assert store.append("r", 1, 0, [row], synced=False)
+    assert ask(path, "SELECT output_json FROM run_steps") == [{"output_json": None}]
+
+
+def test_a_body_that_is_not_json_hides_no_other_run(store: SqliteStore, path: Path) -> None:
+    Flow(store, "good").intent("1", 1)
+    bad = Row(1, "created", None, None, b"\xff{", b"r" * 32, b"\xff{")
+    worse = Row(2, "intent", "1", 1, b"\xff{", b"r" * 32, b"\xff{")
+    create(store, "bad", rows=[bad, worse])
+    assert [run["run_id"] for run in ask(path, "SELECT * FROM agent_runs ORDER BY run_id")] == ["bad", "good"]
+    assert {step["run_id"] for step in ask(path, "SELECT * FROM run_steps")} == {"bad", "good"}
+    assert {step["task_id"] for step in ask(path, "SELECT * FROM agent_step_journal")} == {"bad", "good"}
+
+
+def test_a_view_of_one_run_reads_that_run_only(store: SqliteStore, path: Path) -> None:
+    for view, column in (("agent_runs", "run_id"), ("run_steps", "run_id"), ("agent_step_journal", "task_id")):
+        with look(path) as db:
+            plan = [row[3] for row in db.execute(f"EXPLAIN QUERY PLAN SELECT * FROM {view} WHERE {column} = 'r'")]
+        assert [line for line in plan if line.startswith("SCAN entries")] == [], plan
+        assert any("run_id=?" in line for line in plan)
+
+
+# --- owners -----------------------------------------------------------------------------------------------------------
+
+OWNER = """
+store = SqliteStore(sys.argv[1], clock=FakeClock())
+for run_id in ("r", "s"):
+    store.create(run_id, sys.argv[2], 30.0, b"s" * 32, [a_row(1)], 1.0)
+print("ready", flush=True)
+sys.stdin.read()
+store.close()
+"""
+
+
+@contextlib.contextmanager
+def another_owner(path: Path, owner: str = "a") -> Iterator[subprocess.Popen[str]]:
+    process = python(OWNER, str(path), owner)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_a_killed_owner_is_known_to_be_dead_at_once_and_all_its_runs_are_free(path: Path, clock: FakeClock) -> None:
+    with another_owner(path) as process, contextlib.closing(SqliteStore(path, clock=clock)) as store:
+        with pytest.raises(RunOwned):
+            store.claim("r", "b", 30.0)
+        process.kill()
+        process.wait()
+        assert store.claim("r", "b", 30.0).token == 2
+        other = store.head("s")
+        assert other is not None
+        assert (other.owner, other.token) == (None, 1)
+        assert os.listdir(f"{path}.owners") == ["b"]
+        assert store.claim("s", "b", 30.0).token == 2
+
+
+def test_a_paused_owner_keeps_its_run_till_the_lease_runs_out_and_is_refused_after(
+    path: Path, clock: FakeClock
+) -> None:
+    with another_owner(path) as process, contextlib.closing(SqliteStore(path, clock=clock)) as store:
+        os.kill(process.pid, signal.SIGSTOP)
+        clock.advance(29.0)
+        with pytest.raises(RunOwned):
+            store.claim("r", "b", 30.0)
+        clock.advance(2.0)
+        assert store.claim("r", "b", 30.0).token == 2
+        with pytest.raises(LeaseLost):
+            store.append("r", 1, 0, [a_row(2)], synced=True)
+
+
+def test_a_closed_store_gives_its_runs_back_at_once(path: Path, clock: FakeClock) -> None:
+    with another_owner(path) as process, contextlib.closing(SqliteStore(path, clock=clock)) as store:
+        process.communicate("")
+        head = store.head("r")
+        assert head is not None
+        assert head.owner is None
+        assert os.listdir(f"{path}.owners") == []
+
+
+def test_a_missing_owner_file_proves_nothing(path: Path, clock: FakeClock) -> None:
+    with another_owner(path), contextlib.closing(SqliteStore(path, clock=clock)) as store:
+        os.unlink(f"{path}.owners/a")
+        with pytest.raises(RunOwned):
+            store.claim("r", "b", 30.0)
+        clock.advance(31.0)
+        store.claim("r", "b", 30.0)
+
+
+def test_an_owner_id_belongs_to_one_living_ledger(path: Path, clock: FakeClock) -> None:
+    with another_owner(path, "same") as process, contextlib.closing(SqliteStore(path, clock=clock)) as store:
+        with pytest.raises(StoreError, match="alive under the owner id 'same'"):
+            store.claim("r", "same", 30.0)
+        process.kill()
+        process.wait()
+        assert store.claim("r", "same", 30.0).token == 2
+
+
+def test_a_run_of_an_earlier_boot_is_free(store: SqliteStore, path: Path) -> None:
+    create(store)
+    with look(path) as db:
+        db.execute("UPDATE runs SET lease_boot = 'an earlier one', lease_until = 1e9, owner = 'x'")
+    assert store.claim("r", "b", 30.0).token == 2
+
+
+def test_a_lease_of_another_machine_is_watched_for_as_long_as_it_is_valid(
+    store: SqliteStore, path: Path, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store._owners, "is_local", lambda: False)
+    create(store)
+    with look(path) as db:
+        db.execute("UPDATE runs SET lease_boot = 'another machine', lease_until = 5.0, owner = 'x'")
+        for _ in range(3):
+            with pytest.raises(RunOwned):
+                store.claim("r", "b", 30.0)
+            clock.advance(20.0)
+            db.execute("UPDATE runs SET lease_until = lease_until + 3.0")  # it lives
+    with pytest.raises(RunOwned):
+        store.claim("r", "b", 30.0)
+    clock.advance(31.0)
+    assert store.claim("r", "b", 30.0).token == 2
+
+
+def test_a_new_epoch_begins_above_all_tokens_of_the_old_ones(store: SqliteStore, path: Path) -> None:
+    token = create(store)
+    with look(path) as db:
+        db.execute("UPDATE meta SET value = 1700000000 WHERE key = 'epoch'")
+    store.release("r", token)
+    lease = store.claim("r", "b", 30.0)
+    assert lease.token == (1_700_000_000 << 20) + 1
+    assert create(store, "s") == (1_700_000_000 << 20) + 1
+    store.release("r", lease.token)
+    assert store.claim("r", "c", 30.0).token == lease.token + 1
+
+
+def test_an_owner_id_is_data_and_never_a_path(store: SqliteStore, path: Path) -> None:
+    for number, owner in enumerate(["../../evil", "/etc/x", "..", "", "a\0b", "x" * 300, "ä b", ".hidden"]):
+        create(store, f"r{number}", owner)
+    assert all(os.path.isfile(f"{path}.owners/{name}") for name in os.listdir(f"{path}.owners"))
+    assert len(os.listdir(f"{path}.owners")) == 8
+    assert sorted(os.listdir(path.parent)) == [
+        "ledger.db",
+        "ledger.db-shm",
+        "ledger.db-wal",
+        "ledger.db.lock",
+        "ledger.db.owners",
+    ]
+
+
+def test_the_file_system_of_a_path_is_that_of_the_mount_nearest_above_it() -> None:
+    mounts = (
+        "22 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw\n"
+        "23 22 0:40 / /home\\040dir rw shared:2 master:1 - nfs4 host:/home rw\n"
+        "24 22 0:41 / /home rw - fuse.sshfs host: rw\n"
+        "25 22 0:42 / /tmp rw - tmpfs tmpfs rw\n"
+        "26 25 0:43 / /tmp rw - overlay overlay rw\n"
+    )
+    paths = ["/x.db", "/home dir/x.db", "/home/x.db", "/homes/x.db", "/tmp/x.db"]
+    assert [file_system_of(path, mounts) for path in paths] == ["ext4", "nfs4", "fuse.sshfs", "ext4", "overlay"]
+
+
+# --- many processes ---------------------------------------------------------------------------------------------------
+
+
+def test_eight_processes_that_open_a_new_ledger_at_once_make_it_once(path: Path) -> None:
+    script = """
+print("ready", flush=True)
+sys.stdin.readline()
+with contextlib.closing(SqliteStore(sys.argv[1], clock=FakeClock())) as store:
+    store.create(sys.argv[2], sys.argv[2], 30.0, b"s" * 32, [a_row(1)], 1.0)
+"""
+    processes = [python(script, str(path), f"r{number}") for number in range(8)]
+    for process in processes:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+    for process in processes:
+        assert process.stdin is not None
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    for process in processes:
+        process.communicate(timeout=60)
+        assert process.returncode == 0
+    assert list(path.parent.glob("*backup*")) == []
+    with contextlib.closing(SqliteStore(path, clock=FakeClock())) as store:
+        assert len(list(store.summaries())) == 8
+        assert list(store.check()) == []
+
+
+def test_processes_that_write_at_once_all_get_their_turn(path: Path) -> None:
+    script = """
+store = SqliteStore(sys.argv[1], clock=FakeClock(), durability="process")
+name = sys.argv[2]
+store.create(name, name, 30.0, b"s" * 32, [a_row(1)], 1.0)
+for seq in range(2, 402):
+    assert store.append(name, 1, 0, [a_row(seq, payload=b"x" * 4000)], synced=seq % 50 == 0)
+store.close()
+"""
+    processes = [python(script, str(path), f"r{number}") for number in range(3)]
+    for process in processes:
+        process.communicate(timeout=120)
+        assert process.returncode == 0
+    with contextlib.closing(SqliteStore(path, clock=FakeClock())) as store:
+        assert [summary.last.seq for summary in store.summaries()] == [401] * 3
+        assert list(store.check()) == []
+
+
+def test_what_was_acknowledged_survives_a_kill_in_the_middle_of_writing(path: Path) -> None:
+    script = """
+store = SqliteStore(sys.argv[1], clock=FakeClock(), durability="process")
+store.create("r", "a", 30.0, b"s" * 32, [a_row(1)], 1.0)
+seq = 1
+while True:
+    pair = [a_row(seq + 1, payload=b"x" * 3000), a_row(seq + 2)]
+    assert store.append("r", 1, 0, pair, synced=False)
+    seq += 2
+    print(seq, flush=True)
+"""
+    for size in (1, 60, 450):
+        process = python(script, f"{path}{size}")
+        assert process.stdout is not None
+        acknowledged = [int(process.stdout.readline()) for _ in range(size)][-1]
+        process.kill()
+        acknowledged = max([acknowledged, *(int(line) for line in process.stdout if line.endswith("\n"))])
+        process.communicate()
+        with contextlib.closing(SqliteStore(f"{path}{size}", clock=FakeClock())) as store:
+            seqs = [row.seq for row in store.read("r")]
+            assert seqs == list(range(1, len(seqs) + 1))
+            assert acknowledged <= len(seqs) <= acknowledged + 2
+            assert len(seqs) % 2 == 1  # each pair whole or not at all
+            assert list(store.check()) == []
+
+
+def test_a_long_log_is_copied_into_the_file_while_the_ledger_is_in_use(store: SqliteStore, path: Path) -> None:
+    token = create(store)
+    for seq in range(2, 1502):
+        assert store.append("r", token, 0, [a_row(seq, payload=b"x" * 20_000)], synced=False)
+    assert os.path.getsize(f"{path}-wal") < 16 * 1024 * 1024
+    assert os.path.getsize(path) > 20 * 1024 * 1024
+
+
+def test_who_waits_too_long_for_the_lock_is_told_that_the_store_is_busy(path: Path, clock: FakeClock) -> None:
+    with contextlib.closing(SqliteStore(path, clock=clock, busy_seconds=0.02)) as store:
+        token = create(store)
+        other = WriteLock(f"{path}.lock", 0.0)
+        other.acquire()
+        with pytest.raises(StoreBusy, match="nothing was written"):
+            store.append("r", token, 0, [a_row(2)], synced=True)
+        other.release()
+        other.close()
+        with look(path) as db:  # somebody who does not know our lock
+            db.execute("BEGIN IMMEDIATE")
+            for rows in ([a_row(2)], [a_row(2), a_row(3)]):
+                with pytest.raises(StoreBusy, match="nothing was written"):
+                    store.append("r", token, 0, rows, synced=True)
+            db.execute("ROLLBACK")
+        assert store.append("r", token, 0, [a_row(2)], synced=True)
+
+
+def test_a_reader_does_not_wait_for_a_writer(store: SqliteStore, path: Path) -> None:
+    create(store)
+    with store._mutex:  # another thread is in the middle of a write
+        assert len(store.read("r")) == 1
+        assert store.head("r") is not None
+        assert len(list(store.summaries())) == 1
+
+
+# --- forks ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_forked_child_works_with_a_connection_and_an_owner_of_its_own(store: SqliteStore, path: Path) -> None:
+    token = create(store)
+
+    def child() -> str:
+        assert len(store.read("r")) == 1
+        lease = store.create("of the child", "a", 30.0, SECRET, [a_row(1)], 1.0)
+        assert lease is not None
+        assert store.append("of the child", lease.token, 0, [a_row(2)], synced=True)
+        assert store.claim("of the child", "a", 30.0) == lease
+        store.close()
+        return lease.owner
+
+    assert in_a_fork(child).startswith("a.")
+    assert store.append("r", token, 0, [a_row(2)], synced=True)
+    assert [summary.last.seq for summary in store.summaries()] == [2, 2]
+    assert list(store.check()) == []
+
+
+def test_the_runs_of_a_parent_stay_its_own_after_a_fork(store: SqliteStore, path: Path, clock: FakeClock) -> None:
+    token = create(store)
+
+    def child() -> str:
+        for call in (
+            lambda: store.append("r", token, 0, [a_row(2)], synced=True),
+            lambda: store.renew("r", token, 30.0),
+        ):
+            with pytest.raises(LeaseLost):
+                call()
+        store.release("r", token)
+        store.annotate("r", token, "not mine")
+        with pytest.raises(RunOwned):
+            store.claim("r", "a", 30.0)
+        store.close()
+        return "refused"
+
+    assert in_a_fork(child) == "refused"
+    head = store.head("r")
+    assert head is not None
+    assert (head.owner, head.token, head.note) == ("a", token, None)
+    # The child is gone, and the parent's lock still holds.
+    with contextlib.closing(SqliteStore(path, clock=clock)) as other, pytest.raises(RunOwned):
+        other.claim("r", "b", 30.0)
+    assert store.append("r", token, 0, [a_row(2)], synced=True)
+
+
+def test_what_a_child_writes_after_its_parent_closed_is_kept(store: SqliteStore, path: Path) -> None:
+    create(store)
+    (to_parent, from_child), (to_child, from_parent) = os.pipe(), os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            lease = store.create("of the child", "c", 30.0, SECRET, [a_row(1)], 1.0)
+            assert lease is not None
+            os.write(from_child, b"x")
+            os.read(to_child, 1)
+            assert store.append("of the child", lease.token, 0, [a_row(2)], synced=True)
+            os.write(from_child, b"y")
+        finally:
+            os._exit(0)  # and its log is left to the next
+    assert os.read(to_parent, 1) == b"x"
+    store.close()
+    os.write(from_parent, b"x")
+    assert os.read(to_parent, 1) == b"y"
+    os.waitpid(child, 0)
+    for fd in (to_parent, from_child, to_child, from_parent):
+        os.close(fd)
+    with contextlib.closing(SqliteStore(path, clock=FakeClock())) as store:
+        assert len(store.read("of the child")) == 2
+        assert list(store.check()) == []
+
+
+def test_a_child_that_outlives_its_parent_does_not_keep_its_runs(path: Path, clock: FakeClock) -> None:
+    script = """
+store = SqliteStore(sys.argv[1], clock=FakeClock())
+store.create("r", "a", 30.0, b"s" * 32, [a_row(1)], 1.0)
+child = os.fork()
+if child == 0:
+    store.head("r")
+    print("ready", flush=True)
+    sys.stdin.read()
+    os._exit(0)
+os.kill(os.getpid(), 9)
+"""
+    process = python(script, str(path))
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    process.wait()
+    with contextlib.closing(SqliteStore(path, clock=clock)) as store:
+        assert store.claim("r", "b", 30.0).token == 2
+    process.communicate("")
+
+
+# --- the end ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_store_that_is_thrown_away_keeps_no_file_open(path: Path, clock: FakeClock) -> None:
+    def open_files() -> set[str]:
+        return {
+            os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if fd.isdigit() and _is_open(fd)
+        }
+
+    store = SqliteStore(path, clock=clock)
+    create(store)
+    with store._mutex:
+        store.read("r")
+    assert any(str(path) in name for name in open_files())
+    del store
+    assert [name for name in open_files() if str(path) in name] == []
+    with contextlib.closing(SqliteStore(path, clock=clock)) as store:
+        assert store.claim("r", "b", 30.0).token == 2
+
+
+def _is_open(fd: str) -> bool:
+    return os.path.lexists(f"/proc/self/fd/{fd}")
+
+
+def test_a_process_that_exits_without_closing_gives_its_runs_back(path: Path, clock: FakeClock) -> None:
+    process = python(OWNER.replace("store.close()", ""), str(path), "a")
+    process.communicate("")
+    with contextlib.closing(SqliteStore(path, clock=clock)) as store:
+        head = store.head("r")
+        assert head is not None
+        assert head.owner is None
+
+
+# --- opening ----------------------------------------------------------------------------------------------------------
+
+
+def everything_in(folder: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+
+def a_foreign_database(path: Path) -> None:
+    with look(path) as db:
+        db.execute("CREATE TABLE notes (text)")
+
+
+def a_foreign_database_with_an_id(path: Path) -> None:
+    with look(path) as db:
+        db.execute("PRAGMA application_id=77")
+        db.execute("CREATE TABLE notes (text)")
+
+
+def a_foreign_database_whose_writer_was_killed(path: Path) -> None:
+    script = (
+        "import os, sqlite3, sys; db = sqlite3.connect(sys.argv[1], isolation_level=None)\n"
+        "db.execute('CREATE TABLE notes (text)'); db.execute('PRAGMA journal_mode=WAL')\n"
+        "db.execute('INSERT INTO notes VALUES (1)'); os._exit(0)"
+    )
+    subprocess.run([sys.executable, "-c", script, str(path)], check=True)
+    assert os.path.getsize(f"{path}-wal") > 0
+
+
+def a_text(path: Path) -> None:
+    path.write_text("Dear diary, today I was not a database.\n" * 100)
+
+
+def a_newer_ledger(path: Path) -> None:
+    SqliteStore(path, clock=FakeClock()).close()
+    with look(path) as db:
+        db.execute("PRAGMA user_version=99")
+
+
+def a_ledger_without_a_version(path: Path) -> None:
+    SqliteStore(path, clock=FakeClock()).close()
+    with look(path) as db:
+        db.execute("PRAGMA user_version=0")
+
+
+def a_truncated_ledger(path: Path) -> None:
+    with contextlib.closing(SqliteStore(path, clock=FakeClock())) as store:
+        create(store)
+    os.truncate(path, 8192)
+
+
+@pytest.mark.parametrize("read_only", [False, True])
+@pytest.mark.parametrize(
+    ("make", "error", "says"),
+    [
+        (a_foreign_database, NotALedger, "another program"),
+        (a_foreign_database_with_an_id, NotALedger, "application id 77"),
+        (a_foreign_database_whose_writer_was_killed, NotALedger, "another program"),
+        (a_text, NotALedger, "not an SQLite database"),
+        (a_newer_ledger, SchemaTooNew, "schema 99"),
+        (a_ledger_without_a_version, StoreCorrupt, "schema version 0"),
+        (a_truncated_ledger, StoreCorrupt, "damaged or truncated"),
+    ],
+)
+def test_what_is_no_ledger_of_ours_is_named_and_left_as_it_is(
+    path: Path, make: Any, error: type[StoreError], says: str, read_only: bool
+) -> None:
+    make(path)
+    before = everything_in(path.parent)
+    with pytest.raises(error, match=says) as refused:
+        open_store(path, durability="full", clock=FakeClock(), read_only=read_only)
+    assert str(path) in str(refused.value)
+    assert "not changed" in str(refused.value)
+    assert everything_in(path.parent) == before
+
+
+@pytest.mark.parametrize("read_only", [False, True])
+def test_a_missing_folder_is_named(path: Path, read_only: bool) -> None:
+    with pytest.raises(StoreUnavailable, match="there is no"):
+        SqliteStore(path / "sub" / "x.db", clock=FakeClock(), read_only=read_only)
+    assert list(path.parent.iterdir()) == []
+
+
+def test_a_folder_is_no_database(path: Path) -> None:
+    path.mkdir()
+    with pytest.raises(StoreUnavailable, match="is a folder"):
+        SqliteStore(path, clock=FakeClock())
+
+
+def test_an_empty_file_becomes_a_ledger(path: Path, clock: FakeClock) -> None:
+    path.touch()
+    with contextlib.closing(SqliteStore(path, clock=clock)) as store:
+        create(store)
+    with look(path) as db:
+        assert db.execute("PRAGMA user_version").fetchone() == (1,)
+        assert db.execute("PRAGMA journal_mode").fetchone() == ("wal",)
+
+
+def test_opening_an_up_to_date_ledger_reads_no_migration(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    SqliteStore(path, clock=FakeClock()).close()
+
+    def read() -> list[str]:
+        raise AssertionError("migrations were read")
+
+    monkeypatch.setattr(schema, "load_migrations", read)
+    SqliteStore(path, clock=FakeClock()).close()
+
+
+def test_a_ledger_that_is_not_in_wal_mode_is_put_into_it(path: Path) -> None:
+    SqliteStore(path, clock=FakeClock()).close()
+    with look(path) as db:
+        db.execute("PRAGMA journal_mode=DELETE")  # as a crash right after the schema was made would leave it
+    SqliteStore(path, clock=FakeClock()).close()
+    with look(path) as db:
+        assert db.execute("PRAGMA journal_mode").fetchone() == ("wal",)
+
+
+def test_damage_that_shows_later_is_named(path: Path, clock: FakeClock) -> None:
+    with contextlib.closing(SqliteStore(path, clock=clock)) as store:
+        token = create(store)
+        for seq in range(2, 300):
+            store.append("r", token, 0, [a_row(seq, payload=b"x" * 500)], synced=False)
+    pages = os.path.getsize(path) // 4096
+    with open(path, "r+b") as file:
+        for page in range(25, pages):
+            file.seek(page * 4096)
+            file.write(b"\xde\xad" * 2048)
+    with contextlib.closing(SqliteStore(path, clock=clock)) as store:
+        with pytest.raises(StoreCorrupt, match="restore a backup"):
+            store.read("r")
+        assert list(store.check()) != []
+
+
+def test_check_names_what_is_missing_from_the_schema(store: SqliteStore, path: Path) -> None:
+    with look(path) as db:
+        db.execute("DROP TRIGGER entries_are_never_deleted")
+        db.execute("DROP VIEW run_steps")
+        db.execute("CREATE VIEW run_steps AS SELECT 1")
+    wrong = "\n".join(store.check())
+    assert "trigger entries_are_never_deleted is missing" in wrong
+    assert "view run_steps of the schema was changed" in wrong
+
+
+def test_a_read_only_store_reads_and_writes_nothing(store: SqliteStore, path: Path) -> None:
+    token = create(store)
+    with contextlib.closing(SqliteStore(path, clock=FakeClock(), read_only=True)) as reader:
+        assert len(reader.read("r")) == 1
+        assert reader.head("r") == store.head("r")
+        assert len(list(reader.summaries())) == 1
+        assert list(reader.check()) == []
+        for call in (
+            lambda: reader.create("s", "b", 30.0, SECRET, [a_row(1)], 1.0),
+            lambda: reader.claim("r", "b", 30.0),
+            lambda: reader.renew("r", token, 30.0),
+            lambda: reader.release("r", token),
+            lambda: reader.append("r", token, 0, [a_row(2)], synced=True),
+            lambda: reader.post("r", "cancel", b"", "me", 1.0),
+            lambda: reader.annotate("r", token, "x"),
+        ):
+            with pytest.raises(StoreReadOnly, match="opened read-only"):
+                call()
+        store.append("r", token, 0, [a_row(2)], synced=True)
+        assert len(reader.read("r")) == 2
+
+
+@pytest.mark.parametrize("read_only", [False, True])
+def test_a_missing_file_is_made_only_by_who_may_write(path: Path, read_only: bool) -> None:
+    if read_only:
+        with pytest.raises(StoreUnavailable, match="there is no database"):
+            SqliteStore(path, clock=FakeClock(), read_only=True)
+        assert list(path.parent.iterdir()) == []
+    else:
+        SqliteStore(path, clock=FakeClock()).close()
+        assert path.exists()
+
+
+def test_a_ledger_that_this_user_may_not_write_is_named_and_can_be_read(path: Path, clock: FakeClock) -> None:
+    with contextlib.closing(SqliteStore(path, clock=clock)) as store:
+        create(store)
+    path.chmod(0o444)
+    path.parent.chmod(0o555)
+    for folder in path.parent.parents[:3]:
+        folder.chmod(0o755)
+    script = """
+if os.getuid() == 0:
+    os.setgroups([]); os.setgid(65534); os.setuid(65534)
+try:
+    SqliteStore(sys.argv[1], clock=FakeClock())
+except StoreReadOnly as error:
+    print("refused" if "not writable" in str(error) and "read-only" in str(error) else error)
+print(len(SqliteStore(sys.argv[1], clock=FakeClock(), read_only=True).read("r")))
+try:
+    SqliteStore(os.path.dirname(sys.argv[1]) + "/new.db", clock=FakeClock())
+except StoreReadOnly as error:
+    print("refused")
+"""
+    try:
+        process = python(script, str(path))
+        said, _ = process.communicate(timeout=60)
+    finally:
+        path.parent.chmod(0o755)
+    assert said.split() == ["refused", "1", "refused"]
+
+
+def test_a_name_with_odd_characters_is_a_name(tmp_path: Path, clock: FakeClock) -> None:
+    path = tmp_path / "a b?mode=ro&x#y%41'\"ä.db"
+    with contextlib.closing(SqliteStore(path, clock=clock)) as store:
+        create(store)
+        with store._mutex:
+            assert len(store.read("r")) == 1
+    with contextlib.closing(SqliteStore(path, clock=clock, read_only=True)) as store:
+        assert len(store.read("r")) == 1
+    assert path.exists()
+
+
+def test_a_link_to_a_ledger_is_that_ledger(tmp_path: Path, path: Path, clock: FakeClock) -> None:
+    with contextlib.closing(SqliteStore(path, clock=clock)) as store:
+        create(store)
+        link = tmp_path / "link.db"
+        link.symlink_to(path)
+        with contextlib.closing(SqliteStore(link, clock=clock)) as other, pytest.raises(RunOwned):
+            other.claim("r", "b", 30.0)
+    assert not Path(f"{link}.lock").exists()
+
+
+# --- migrations -------------------------------------------------------------------------------------------------------
+
+
+def test_the_schema_version_is_the_number_of_the_last_migration() -> None:
+    assert len(schema.load_migrations()) == schema.SCHEMA_VERSION
+
+
+def test_an_older_ledger_is_migrated_after_a_backup_copy(path: Path, clock: FakeClock) -> None:
+    with contextlib.closing(SqliteStore(path, clock=clock)) as store:
+        create(store)
+    newer = [*schema.load_migrations(), "CREATE TABLE extra (x); -- the end", "ALTER TABLE extra ADD COLUMN y;"]
+    with contextlib.closing(SqliteStore(path, clock=clock, migrations=newer)) as store:
+        assert len(store.read("r")) == 1
+        assert list(store.check()) == []
+    with look(path) as db:
+        assert db.execute("PRAGMA user_version").fetchone() == (3,)
+        assert db.execute("SELECT x, y FROM extra").fetchall() == []
+    with look(Path(f"{path}.v1.backup")) as db:
+        assert db.execute("PRAGMA user_version").fetchone() == (1,)
+        assert db.execute("SELECT count(*) FROM entries").fetchone() == (1,)
+        assert db.execute("SELECT 1 FROM sqlite_master WHERE name = 'extra'").fetchone() is None
+    with pytest.raises(SchemaTooNew):
+        SqliteStore(path, clock=clock)
+
+
+def test_a_migration_that_fails_changes_nothing(path: Path, clock: FakeClock) -> None:
+    with contextlib.closing(SqliteStore(path, clock=clock)) as store:
+        create(store)
+    before = path.read_bytes()
+    with pytest.raises(StoreError):
+        SqliteStore(
+            path, clock=clock, migrations=[*schema.load_migrations(), "CREATE TABLE extra (x);", "NO SUCH SQL;"]
+        )
+    assert path.read_bytes() == before
+    with contextlib.closing(SqliteStore(path, clock=clock)) as store:
+        assert len(store.read("r")) == 1
+
+
+def test_all_migrations_one_after_the_other_give_the_schema_of_a_new_file(path: Path, clock: FakeClock) -> None:
+    scripts = [*schema.load_migrations(), "CREATE TABLE extra (x);"]
+    for version in range(1, len(scripts) + 1):
+        SqliteStore(path, clock=clock, migrations=scripts[:version]).close()
+    SqliteStore(f"{path}.new", clock=clock, migrations=scripts).close()
+    with look(path) as old, look(Path(f"{path}.new")) as new:
+        assert schema.objects(old) == schema.objects(new)
+
+
+# --- failures ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_full_disk_is_named_and_nothing_is_lost_when_there_is_room_again(
+    store: SqliteStore, path: Path, count: int
+) -> None:
+    token = create(store)
+    rows = [a_row(2 + number)._replace(payload=b"x" * 500_000) for number in range(count)]
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    size = max(os.path.getsize(path), os.path.getsize(f"{path}-wal"))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 10_000, before[1]))
+    try:
+        with pytest.raises((StoreFull, StoreUnavailable)):
+            store.append("r", token, 0, rows, synced=True)
+        assert [row.seq for row in store.read("r")] == [1]
+        with pytest.raises((StoreFull, StoreUnavailable)):
+            store.append("r", token, 0, rows, synced=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert store.append("r", token, 0, rows, synced=True)
+    assert store.read("r", 1) == rows
+    assert list(store.check()) == []
+
+
+def test_a_database_that_may_not_grow_is_full(store: SqliteStore) -> None:
+    token = create(store)
+    assert store._writer is not None
+    (pages,) = store._writer.execute("PRAGMA page_count").fetchone()
+    store._writer.execute(f"PRAGMA max_page_count={pages}")
+    with pytest.raises(StoreFull, match="Make room"):
+        store.append("r", token, 0, [a_row(2, payload=b"x" * 60_000)], synced=True)
+    assert store.append("r", token, 0, [a_row(2, payload=b"x" * 60_000)], synced=True)
+
+
+class Failing:
+    """A connection whose next write fails: before it is done, or after, when nobody can tell."""
+
+    def __init__(self, connection: sqlite3.Connection, code: int, *, after: bool, statement: str) -> None:
+        self._connection, self._code, self._after, self._statement = connection, code, after, statement
+
+    def execute(self, statement: str, values: Any = ()) -> Any:
+        if self._statement in statement and self._after:
+            self._connection.execute(statement, values)
+        if self._statement in statement:
+            error = sqlite3.OperationalError("disk I/O error")
+            error.sqlite_errorcode = self._code
+            raise error
+        return self._connection.execute(statement, values)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._connection, name)
+
+
+@pytest.mark.parametrize("code", [10, 10 | (4 << 8), 13, 11])
+@pytest.mark.parametrize("rows", [[a_row(2)], [a_row(2), a_row(3)]])
+@pytest.mark.parametrize("synced", [True, False])
+def test_a_commit_that_failed_is_looked_up_and_counts_if_it_is_there(
+    store: SqliteStore, rows: list[Row], code: int, synced: bool
+) -> None:
+    token = create(store)
+    statement = "COMMIT" if len(rows) > 1 else "INTO entries"
+    for after in (False, True):
+        assert store._writer is not None
+        failing: Any = Failing(store._writer, code, after=after, statement=statement)
+        store._writer = failing
+        if after:
+            assert store.append("r", token, 0, rows, synced=synced) is True
+        else:
+            with pytest.raises(StoreError):
+                store.append("r", token, 0, rows, synced=synced)
+            assert len(store.read("r")) == 1
+        assert store._writer is not failing
+    assert store.read("r", 1) == rows
+    assert store.append("r", token, 0, [a_row(2 + len(rows))], synced=synced)
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_a_create_or_claim_that_failed_is_settled(store: SqliteStore, after: bool) -> None:
+    failing: Any = Failing(store._connection(), 10, after=after, statement="COMMIT")
+    store._writer = failing
+    if after:
+        token = create(store)
+    else:
+        with pytest.raises(StoreUnavailable, match="may not be written"):
+            create(store)
+        token = create(store)
+    store.release("r", token)
+    failing = Failing(store._connection(), 10, after=after, statement="COMMIT")
+    store._writer = failing
+    with pytest.raises(StoreUnavailable):
+        store.claim("r", "b", 30.0)
+    assert store.claim("r", "b", 30.0).token == 2 + after
+
+
+def test_the_level_of_syncing_is_what_was_asked_for(store: SqliteStore) -> None:
+    token = create(store)
+
+    def level() -> Any:
+        assert store._writer is not None
+        return store._writer.execute("PRAGMA synchronous").fetchone()[0]
+
+    assert level() == 2
+    store.append("r", token, 0, [a_row(2)], synced=False)
+    assert level() == 1
+    store.append("r", token, 0, [a_row(3)], synced=True)
+    assert level() == 2
+    store.renew("r", token, 30.0)
+    assert level() == 1
+    store.claim("r", "a", 30.0)
+    assert level() == 2
+    store.append("r", token, 0, [a_row(4)], synced=False)
+    store.post("r", "cancel", b"", "me", 1.0)
+    assert level() == 2
+
+
+def test_a_reader_and_a_writer_never_checkpoint_by_themselves(store: SqliteStore) -> None:
+    assert store._writer is not None
+    assert store._writer.execute("PRAGMA wal_autocheckpoint").fetchone() == (0,)
+    create(store)
+    with store._mutex:
+        store.read("r")
+    assert store._reader is not None
+    assert store._reader.execute("PRAGMA query_only").fetchone() == (1,)
