@@ -384,6 +384,18 @@ class Point:
     x: int
 
 
+class Bag(set[int]):
+    def __hash__(self) -> int:  # type: ignore[override]
+        return 7
+
+
+@pytest.mark.filterwarnings("ignore::agent_run_ledger.errors.PlainDataWarning")
+@pytest.mark.parametrize("value", [{Bag({1}): 1}, {Bag({1})}, {(Bag({1}),): 1}])
+def test_a_key_of_a_class_that_adds_a_hash_is_refused(value: Any) -> None:
+    with pytest.raises(Unstorable, match="hashable"):
+        encode(value)
+
+
 @pytest.mark.filterwarnings("ignore::agent_run_ledger.errors.PlainDataWarning")
 @pytest.mark.parametrize("value", [{Point(1): 1}, {Point(1)}, {(Point(1),): 1}, {frozenset({Point(1)})}])
 def test_a_key_that_could_not_be_read_as_a_key_is_refused(value: Any) -> None:
@@ -594,6 +606,15 @@ def test_a_registered_class_is_rebuilt_wherever_it_stands() -> None:
     assert back == value
     assert type(next(iter(back[Frozen(2)]))) is Text
     assert encode(Colour.RED) == b'{"$type":["Colour","red"]}'
+
+
+def test_a_class_may_be_registered_and_declared() -> None:
+    canonical.register_type(Point)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        back = rebuild(list[Point], decode(encode([Point(1)], declared=list[Point])))
+    assert back == [Point(1)]
+    assert caught == []
 
 
 def test_a_registered_name_that_is_unknown_here_is_plain_data_with_a_warning() -> None:

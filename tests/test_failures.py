@@ -298,6 +298,11 @@ def test_a_declared_exception_is_revived_with_its_text_and_without_its_construct
         raise revived
 
 
+@pytest.mark.parametrize("error", [InvoiceNotFound(7, where="acme"), OwnNew(1, 2), KeyError("id")])
+def test_the_class_itself_is_revived_where_its_text_allows(error: BaseException) -> None:
+    assert type(revive(type(error), describe(error), None)) is type(error)
+
+
 def test_no_constructor_of_the_user_runs() -> None:
     class Explosive(Exception):
         def __new__(cls, *_: Any) -> "Explosive":

@@ -973,6 +973,11 @@ def test_a_read_only_store_reads_and_writes_nothing(store: SqliteStore, path: Pa
                 call()
         store.append("r", token, 0, [a_row(2)], synced=True)
         assert len(reader.read("r")) == 2
+    os.unlink(f"{path}.lock")
+    with contextlib.closing(SqliteStore(path, clock=FakeClock(), read_only=True)) as reader:
+        assert in_a_fork(lambda: len(reader.read("r"))) == "2"
+        assert len(reader.read("r")) == 2
+    assert not os.path.exists(f"{path}.lock")
 
 
 @pytest.mark.parametrize("read_only", [False, True])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 from agent_run_ledger.contract import Store
 from agent_run_ledger.errors import StoreError
 from agent_run_ledger.stores import open_store
-from agent_run_ledger.testing import FakeClock, StoreContract
+from agent_run_ledger.testing import FakeClock, StoreContract, a_row
 
 
 @pytest.fixture
@@ -38,3 +39,18 @@ class TestMemoryStore(StoreContract):
 def test_postgresql_is_refused_by_name(path: str) -> None:
     with pytest.raises(StoreError, match="PostgreSQL is not in this version"):
         open_store(path, durability="full", clock=FakeClock())
+
+
+def test_a_forked_child_has_a_copy_of_a_store_in_memory(clock: FakeClock) -> None:
+    store = open_store(":memory:", durability="full", clock=clock)
+    assert store.create("r", "a", 30.0, b"s" * 32, [a_row(1)], 1.0)
+    child = os.fork()
+    if child == 0:
+        try:
+            is_written = store.append("r", 1, 0, [a_row(2)], synced=True)
+            os._exit(0 if is_written and len(store.read("r")) == 2 else 1)
+        finally:
+            os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert len(store.read("r")) == 1
+    store.close()

@@ -28,6 +28,7 @@ from agent_run_ledger.errors import (
     RunInputMismatch,
     RunNotFound,
     RunOwned,
+    StoreCorrupt,
     UnserialisableArguments,
 )
 from agent_run_ledger.model import (
@@ -58,7 +59,11 @@ def compute_fingerprint(tool_name: str, arguments: Any) -> str:
     >>> compute_fingerprint("fetch", {"id": 1, "page": 2}) == compute_fingerprint("fetch", {"page": 2, "id": 1})
     True
     """
-    return digests.fingerprint(check_name("tool_name", tool_name), digests.plain(canonical.encode(arguments))).hex()
+    try:
+        stored = canonical.encode(arguments)
+    except canonical.Unstorable as error:
+        raise UnserialisableArguments(f"these arguments have no fingerprint: {error}", error.path) from None
+    return digests.fingerprint(check_name("tool_name", tool_name), digests.plain(stored)).hex()
 
 
 class Ledger:
@@ -140,11 +145,16 @@ class Ledger:
             findings += [Finding("", None, "storage", message) for message in self._store.check()]
             ids: Iterator[str] = (summary.head.run_id for summary in self._store.summaries())
         else:
-            self._summary(run_id)
-            ids = iter((run_id,))
+            ids = iter((check_name("run_id", run_id),))
         for each in ids:
-            rows = self._store.read(each)
-            findings += audit.audit(each, self._store.head(each), self._store.secret(each), rows)
+            try:
+                rows, head = self._store.read(each), self._store.head(each)
+            except StoreCorrupt as error:
+                findings.append(Finding(each, None, "storage", str(error)))
+                continue
+            if not rows and head is None:
+                raise RunNotFound(each)
+            findings += audit.audit(each, head, self._store.secret(each), rows, self._store.inbox(each, 0))
             entries += len(rows)
             number += 1
         return VerificationReport(not findings, findings, entries, number)
@@ -173,13 +183,13 @@ class Ledger:
 
         A step in flight finishes and is recorded first. Raises `RunNotFound` and, for a run that has ended, `IllegalTransition`.
         """
-        who = by or self._leases.owner
-        payload = runs.cancellation(who, reason)
+        who = check_name("by", by or self._leases.owner)
+        payload = _reason(runs.cancellation, who, reason)
         run = self._run(run_id)
         try:
             self._leases.await_claim(run, None)
-            if run.in_flight is None:
-                return self._driver.obey(runs.cancel(run, payload))
+            if self._driver.obey(runs.cancel(run, payload)):
+                return
         except RunOwned:
             pass
         self._store.post(run_id, "cancel", payload, who, self._clock.now())
@@ -311,7 +321,7 @@ class AgentRunLedger(Ledger):
         Raises `StepFailed` where it raises, `RunawayLoopDetectedException` and `BudgetExceededException` where it is refused,
         `RunClosed` on a run that has ended, `ReplayDivergence` where the log has another call at this place.
         """
-        options = Options(effect, retry, returns, exception_types(raises), exception_types(fatal), may_repeat, version)
+        options = Options(effect_of(effect), retry, returns, exception_types(raises), exception_types(fatal), may_repeat, version)
         call = function_call(tool_name, arguments, execution_fn, options, self._payload_limit)
         return self._driver.obey(step(self._run(run_id), call))
 
@@ -335,7 +345,7 @@ class AgentRunLedger(Ledger):
 
     def abort_run(self, run_id: str, reason: str) -> None:
         """End the run as FAILED. Raises `IllegalTransition` where it has ended."""
-        self._driver.obey(runs.abort(self._run(run_id), reason))
+        self._driver.obey(runs.abort(self._run(run_id), _reason(runs.abortion, reason)))
 
     def open_run(self, goal: str, run_id: str | None = None, *, wait: float | None = None) -> OpenRun:
         """A run as a context manager: it is finished on a clean exit, parked on an exception, and its lease is kept meanwhile."""
@@ -441,6 +451,24 @@ def encode_result(result: Any, limit: int, declared: Any = None) -> bytes:
         return canonical.encode(result, limit=limit, what="the result", declared=declared)
     except canonical.Unstorable as error:
         raise UnserialisableArguments(f"the result cannot be stored: {error}; the run is not finished", error.path) from None
+
+
+def _reason(write: Callable[..., bytes], *words: str) -> bytes:
+    """What somebody said about a run, as it is stored; refused like an argument where it cannot be."""
+    try:
+        return write(*words)
+    except canonical.Unstorable as error:
+        raise UnserialisableArguments(f"the reason cannot be stored: {error}; nothing was written", error.path) from None
+
+
+def effect_of(given: Effect | str | None) -> Effect | None:
+    """`effect=` as what it is, also where it is given by its name."""
+    if given is None or type(given) is Effect:
+        return given
+    try:
+        return Effect(given)
+    except ValueError:
+        raise InvalidArguments(f"effect= is one of {', '.join(Effect)}, not {given!r}; nothing was dispatched") from None
 
 
 def exception_types(given: Any) -> tuple[type[BaseException], ...]:

@@ -13,7 +13,7 @@ from agent_run_ledger.drivers.leases import HeldRun
 from agent_run_ledger.engine import runs
 from agent_run_ledger.engine.steps import Call, Options, step
 from agent_run_ledger.errors import InvalidArguments, InvalidPipeline, UnserialisableArguments
-from agent_run_ledger.ledger import PAYLOAD_LIMIT, Ledger, encode_result, exception_types, park
+from agent_run_ledger.ledger import PAYLOAD_LIMIT, Ledger, effect_of, encode_result, exception_types, park
 from agent_run_ledger.model import Effect, RetryPolicy, RunState
 from agent_run_ledger.rules import canonical
 from agent_run_ledger.rules.loops import LoopDetectorPolicy
@@ -54,7 +54,7 @@ class Step:
         returned = hints.pop("return", None)
         self.parameters = hints
         types = (exception_types(raises), exception_types(fatal))
-        self.options = Options(effect, retry, returned if returns is None else returns, *types, may_repeat, version)
+        self.options = Options(effect_of(effect), retry, returned if returns is None else returns, *types, may_repeat, version)
 
     def bind(self, given: dict[str, Any], outputs: dict[str, Any]) -> tuple[dict[str, Any], set[str]]:
         """The step's arguments, and which of the given names it used.
@@ -118,7 +118,7 @@ class RunLedger(Ledger):
         self._steps: dict[str, Step] = {}
         for each in steps:
             self._add(each)
-        self._executing = threading.Lock()
+        self._executing = threading.RLock()
         super().__init__(
             db_path,
             limit=1,  # each execution sets the number of its steps
@@ -182,7 +182,8 @@ class RunLedger(Ledger):
                 self._driver.obey(runs.finish(run, payload))
                 return self._result(payload, sinks)
             payload = run.history.result
-            return self._result(payload, self._sinks(order)) if payload is not None else None
+            ran = [each for each in order if each.name in run.history.positions]  # the others were added since
+            return self._result(payload, self._sinks(ran)) if payload is not None else None
         except BaseException as error:
             park(self._driver, run, error)
             raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -222,7 +223,7 @@ def facts(history: Any) -> Any:
     return {name: facts(value) for name, value in said.items() if name not in ignored}
 
 
-def judge(world: World, log: History, findings: list[Any]) -> None:
+def judge(world: World, rows: list[Row], log: History, findings: list[Any]) -> None:
     """Hold a run to its promises after its last life, whatever happened in between."""
     assert world.broken == []
     assert findings == []
@@ -237,3 +238,10 @@ def judge(world: World, log: History, findings: list[Any]) -> None:
         assert max(Counter((call.life, call.attempt) for call in seen).values(), default=0) <= 1
         if _is_settled(step):
             assert seen or step.outcome is None or step.outcome.ok == "cancelled"
+    retry_at: dict[str | None, float] = {}
+    for row in rows:
+        body = json.loads(row.body)
+        if row.kind == "intent":
+            assert body["at"] >= retry_at.pop(row.position, 0.0), f"{body['tool']} was tried again before its time"
+        elif "retry_at" in body:
+            retry_at[row.position] = body["retry_at"]

@@ -1,55 +1,84 @@
-"""Look at a ledger and leave no trace in it: while an agent works on it, and where rows of it are damaged."""
+"""Look at a ledger without disturbing it: while an agent works on it, and where rows of it are damaged."""
 
 from __future__ import annotations
 
+import bisect
+import hashlib
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+import sqlite3
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
-from agent_run_ledger import AgentRunLedger, LedgerError, RunRecord, RunState, StepRecord, StoreError, VerificationReport
+from agent_run_ledger import (
+    AgentRunLedger,
+    LedgerError,
+    RunRecord,
+    RunState,
+    StepRecord,
+    StoreCorrupt,
+    VerificationReport,
+)
 from agent_run_ledger.contract import Row, Store
-from agent_run_ledger.engine.history import History
+from agent_run_ledger.engine.history import History, StepHistory
 from agent_run_ledger.engine.records import step_records
 from agent_run_ledger.stores import open_store
 from agent_run_ledger.stores.clock import SystemClock
+from agent_run_ledger.stores.schema import APPLICATION_ID
 
 UNREADABLE = "UNREADABLE"
 """The status that is shown for a run whose first or last entry is damaged."""
+MOST_FILES = 1000
+"""How many files of a folder are looked at for ledgers."""
 _DAMAGE = (ValueError, KeyError, TypeError, AttributeError, AssertionError)
 
 
 @dataclass(slots=True)
 class Steps:
-    """The steps of a run as far as its entries can be read; `trouble` says where they cannot."""
+    """The steps of a run as far as its entries can be read."""
 
     records: list[StepRecord] = field(default_factory=list)
-    in_doubt: list[StepRecord] = field(default_factory=list)
-    """Dispatched, without an outcome."""
-    redispatched: set[int] = field(default_factory=set)
-    """The numbers of steps that were dispatched again although their tool declares no effect."""
+    in_doubt: list[int] = field(default_factory=list)
+    """Numbers of steps that were dispatched and have no outcome; they are in flight while the run's owner lives."""
+    redispatched: list[int] = field(default_factory=list)
+    """Numbers of steps that were dispatched again although their tool does not declare what that does."""
     trouble: str | None = None
+    """What could not be read."""
+
+
+@contextmanager
+def reading(path: str) -> Iterator[Reading]:
+    """The ledger at `path`, read-only. Raises a `StoreError` that says what is wrong with the file."""
+    store = open_store(path, durability="full", clock=SystemClock(), read_only=True)
+    ledger = AgentRunLedger(store)
+    try:
+        yield Reading(ledger, store, path)
+    finally:
+        ledger.close()
 
 
 class Reading:
     """One ledger, opened read-only."""
 
-    def __init__(self, store: Store, path: str) -> None:
-        self.store = store
+    def __init__(self, ledger: AgentRunLedger, store: Store, path: str) -> None:
+        self._ledger = ledger
+        self._store = store
         self.path = path
-        self._ledger = AgentRunLedger(store)
+
+    def run_ids(self) -> list[str]:
+        """All runs, oldest first."""
+        return [summary.head.run_id for summary in self._store.summaries()]
 
     def runs(self, status: str | None = None) -> list[RunRecord]:
-        """All runs, oldest first. A run that cannot be read is among them, as `UNREADABLE`."""
-        found = (self._run(summary.head.run_id) for summary in self.store.summaries())
-        return [record for record in found if status is None or record.status == status]
+        """All runs, oldest first; those of one status where it is given. A run that cannot be read is `UNREADABLE`."""
+        try:
+            return self._ledger.runs(None if status == UNREADABLE else status)
+        except _DAMAGE:  # one bad row: look at them one by one
+            found = map(self.run, self.run_ids())
+            return [record for record in found if status is None or record.status == status]
 
     def run(self, run_id: str) -> RunRecord:
         """One run. Raises `RunNotFound`."""
-        return self._run(run_id)
-
-    def _run(self, run_id: str) -> RunRecord:
         try:
             return self._ledger.get_run(run_id)
         except LedgerError:
@@ -59,30 +88,88 @@ class Reading:
             return RunRecord(run_id, None, UNREADABLE, 0, 0.0, 0.0, cause=cause)
 
     def steps(self, run_id: str) -> Steps:
-        """The steps of a run up to the first entry that cannot be read."""
-        rows = self.store.read(run_id)
-        history = History(run_id, self.store.secret(run_id))
+        """The steps of a run, up to the first entry that cannot be read."""
+        rows = self._store.read(run_id)
+        secret = self._store.secret(run_id)
         steps = Steps()
-        for row in rows:
-            try:
-                History.read(run_id, b"", ())
-                _absorb(history, row)
-            except _DAMAGE as error:
-                steps.trouble = f"entry {row.seq} cannot be read ({type(error).__name__}: {error}); what follows it is not shown"
-                break
-        for step in history.positions.values():
-            try:
-                (record,) = step_records(_only(history, step))
-            except _DAMAGE as error:
-                steps.trouble = steps.trouble or f"step {step.number} cannot be read ({type(error).__name__}: {error})"
-                continue
-            steps.records.append(record)
+        try:
+            history = History.read(run_id, secret, rows)
+        except StoreCorrupt as error:
+            readable = bisect.bisect_left(
+                range(len(rows)), True, key=lambda count: not _is_readable(run_id, rows[: count + 1])
+            )
+            history = History.read(run_id, secret, rows[:readable])
+            steps.trouble = f"{error} The steps before that entry are shown."
+        for step in list(history.positions.values()):
+            steps.records.append(_record(history, step, steps))
             if step.outcome is None:
-                steps.in_doubt.append(record)
+                steps.in_doubt.append(step.number)
             if step.redispatched:
-                steps.redispatched.add(step.number)
+                steps.redispatched.append(step.number)
         return steps
 
     def verify(self, run_id: str | None) -> VerificationReport:
-        """As `Ledger.verify`."""
+        """As `verify` of every ledger."""
         return self._ledger.verify(run_id)
+
+    def owner_is_seen(self, owner: str | None) -> bool:
+        """Whether a process that can be seen from here holds the lock of this owner.
+
+        The kernel's list is read. To try the lock would tell more, and could make a program that takes the run over at that moment
+        believe that somebody has it.
+        """
+        if owner is None:
+            return False
+        names = (owner, "sha256_" + hashlib.sha256(owner.encode(errors="surrogateescape")).hexdigest())
+        inodes = set()
+        for name in names:
+            try:
+                inodes.add(str(os.stat(os.path.join(os.path.realpath(self.path) + ".owners", name)).st_ino))
+            except (OSError, ValueError):
+                continue
+        try:
+            with open("/proc/locks", encoding="ascii") as locks:  # "1: FLOCK ADVISORY WRITE 16489 fe:00:2189639 0 EOF"
+                held = {line.split()[5].rpartition(":")[2] for line in locks if " FLOCK " in line and " -> " not in line}
+        except (OSError, IndexError):
+            return False
+        return not inodes.isdisjoint(held)
+
+    def is_waiting(self, record: RunRecord) -> bool:
+        """Whether a run goes on as soon as its program runs again: it has not ended, and nobody seems to work on it."""
+        over = {*(state for state in RunState if state.is_terminal), RunState.QUARANTINE, UNREADABLE}
+        return record.status not in over and not self.owner_is_seen(record.owner)
+
+
+def _is_readable(run_id: str, rows: Sequence[Row]) -> bool:
+    try:
+        History.read(run_id, b"", rows)
+    except StoreCorrupt:
+        return False
+    return True
+
+
+def _record(history: History, step: StepHistory, steps: Steps) -> StepRecord:
+    history.positions = {step.position: step}
+    try:
+        (record,) = step_records(history)
+    except _DAMAGE as error:
+        said = f"step {step.number} cannot be read ({type(error).__name__}: {error})"
+        steps.trouble = steps.trouble or said
+        record = StepRecord("", history.run_id, step.number, step.tool, None, step.state, error_message=said)
+    return record
+
+
+def ledgers_in(folder: str) -> list[str]:
+    """The names of the files in a folder that are ledgers. They are looked at through connections that leave no trace."""
+    with os.scandir(folder) as entries:
+        files = sorted(entry.name for _, entry in zip(range(MOST_FILES), entries, strict=False) if entry.is_file())
+    return [name for name in files if _is_ledger(os.path.join(folder, name))]
+
+
+def _is_ledger(path: str) -> bool:
+    escaped = os.path.abspath(path).replace("%", "%25").replace("?", "%3f").replace("#", "%23")
+    try:
+        with closing(sqlite3.connect(f"file:{escaped}?immutable=1", uri=True)) as connection:
+            return bool(connection.execute("PRAGMA application_id").fetchone()[0] == APPLICATION_ID)
+    except (sqlite3.Error, ValueError):  # not a database, or a name that SQLite cannot take
+        return False

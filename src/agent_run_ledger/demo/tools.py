@@ -103,7 +103,7 @@ class Tools:
         }
 
 
-def _described(name: str, text: str, **parameters: str) -> dict[str, Any]:
+def _described(name: str, text: str, /, **parameters: str) -> dict[str, Any]:
     properties = {key: {"type": "string", "description": meaning} for key, meaning in parameters.items()}
     schema = {"type": "object", "properties": properties, "required": list(parameters), "additionalProperties": False}
     return {"type": "function", "function": {"name": name, "description": text, "parameters": schema}}

@@ -44,10 +44,6 @@ class HeldRun(LiveRun):
         with self.lock:
             self.pins -= 1
 
-    def restart(self) -> None:
-        super().restart()
-        self.is_settled = False
-
     def slim(self) -> None:
         """Keep of an ended run only how it ended, for a program that still calls; its steps are read again when asked for."""
         ended = History(self.run_id, self.history.secret)

@@ -7,12 +7,18 @@ from collections.abc import Sequence
 from typing import Any
 
 from agent_run_ledger import merkle
-from agent_run_ledger.contract import Head, Row
+from agent_run_ledger.contract import Head, Request, Row
 from agent_run_ledger.engine.history import History
 from agent_run_ledger.model import Event, Finding, RunState
 from agent_run_ledger.rules import canonical, digests
 from agent_run_ledger.rules.lifecycle import DELTA
 
+_COLUMNS: tuple[tuple[str, type, Any], ...] = (
+    ("seq", int, 0), ("kind", str, ""), ("position", str, None), ("attempt", int, None), ("body", bytes, b""),
+    ("roots", bytes, b""), ("payload", bytes, None), ("digest", bytes, None), ("fingerprint", bytes, None),
+    ("encoding", str, None),
+)  # fmt: skip
+"""Each column's type, and what is taken for it where the type is another; None: the column may be empty."""
 _NO_MOVE = {"created", "value", "redispatched_undeclared"}
 _EVENTS = {
     "intent": {Event.START_STEP},
@@ -26,15 +32,17 @@ _EVENTS = {
 }
 
 
-def audit(run_id: str, head: Head | None, secret: bytes, rows: Sequence[Row]) -> list[Finding]:
+def audit(
+    run_id: str, head: Head | None, secret: bytes, rows: Sequence[Row], requests: Sequence[Request] = ()
+) -> list[Finding]:
     """Every finding of one run, in log order: sequence, leaves, roots, columns, digests, keys, lifecycle, fencing, head.
 
     An erased payload is no finding, its digest in the body still stands. A bare database proves only that it agrees with itself.
     """
     auditor = _Auditor(run_id, secret)
     for row in rows:
-        auditor.entry(row)
-    auditor.head(head)
+        auditor.entry(auditor.typed(row))
+    auditor.head(head, [request.id for request in requests])
     return auditor.findings
 
 
@@ -44,6 +52,7 @@ class _Auditor:
         self.secret = secret
         self.findings: list[Finding] = []
         self.size = 0
+        self.leaves = 0
         self.frontier: list[bytes] = []
         self.state = RunState.PENDING
         self.token = 0
@@ -56,11 +65,22 @@ class _Auditor:
     def found(self, seq: int | None, code: str, message: str) -> None:
         self.findings.append(Finding(self.run_id, seq, code, message))
 
+    def typed(self, row: Row) -> Row:
+        """A file holds whatever is written into it: text where bytes belong, a fraction where a number does."""
+        fits = row
+        for name, kind, usual in _COLUMNS:
+            value = getattr(row, name)
+            if type(value) is not kind and (value is not None or usual is not None):
+                self.found(row.seq, "column", f"{name} is of type {type(value).__name__}, it should be {kind.__name__}")
+                fits = fits._replace(**{name: self.size + 1 if name == "seq" else usual})
+        return fits
+
     def entry(self, row: Row) -> None:
         if row.seq != self.size + 1:
             missing = f"entries {self.size + 1} to {row.seq - 1} are missing" if row.seq > self.size + 1 else "out of order"
             self.found(row.seq, "sequence", f"expected entry {self.size + 1}, found entry {row.seq}: {missing}")
-        self.frontier, roots = merkle.append(self.frontier, self.size, merkle.leaf_hash(row.body))
+        self.frontier, roots = merkle.append(self.frontier, self.leaves, merkle.leaf_hash(row.body))
+        self.leaves += 1
         if roots != row.roots:
             which = "leaf" if roots[:32] != row.roots[:32] else "subtree roots"
             self.found(row.seq, "root", f"the stored {which} are {row.roots.hex()}, the bodies give {roots.hex()}")
@@ -77,7 +97,7 @@ class _Auditor:
         self.moves(row, body)
         try:
             self.history.absorb(row, body)
-        except (KeyError, ValueError, TypeError, AttributeError, AssertionError) as error:
+        except (LookupError, ValueError, TypeError, AttributeError, AssertionError) as error:
             self.found(row.seq, "body", f"the entry does not fit the log before it ({type(error).__name__}: {error})")
 
     def columns(self, row: Row, body: dict[str, Any]) -> None:
@@ -150,7 +170,7 @@ class _Auditor:
         if (body.get("steps"), body.get("refused", 0)) != (self.steps, self.refused):
             self.found(row.seq, "count", f"steps and refusals are {self.steps} and {self.refused}, the body says otherwise")
 
-    def head(self, head: Head | None) -> None:
+    def head(self, head: Head | None, requests: list[int]) -> None:
         if head is None:
             self.found(None, "head", "the run has entries and no head")
             return
@@ -160,3 +180,5 @@ class _Auditor:
             self.found(None, "fencing", f"the head's fencing token {head.token} is older than the last entry's {self.token}")
         if head.inbox < self.history.honoured:
             self.found(None, "head", f"the inbox counter {head.inbox} is lower than the last request in the log")
+        if requests != list(range(1, head.inbox + 1)):
+            self.found(None, "head", f"the inbox counter is {head.inbox}, and the inbox holds the requests {requests}")

@@ -12,7 +12,7 @@ from agent_run_ledger.errors import StoreCorrupt
 from agent_run_ledger.model import RunState
 from agent_run_ledger.rules.loops import OK, Call, Rule
 
-_parse = json.JSONDecoder().decode
+_parse = json.JSONDecoder().raw_decode  # bodies have no white space around them, which is what `decode` looks for first
 _STATES = {str(state): state for state in RunState}
 
 
@@ -138,7 +138,10 @@ class History:
         history = cls(run_id, secret, rule)
         for row in rows:
             try:
-                history.absorb(row, _parse(row.body.decode()))
+                body, end = _parse(text := row.body.decode())
+                if end != len(text):
+                    raise ValueError("something stands behind the object")
+                history.absorb(row, body)
             except (ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
                 raise StoreCorrupt(
                     f"run {run_id!r}, entry {row.seq}: its body cannot be read ({type(error).__name__}: {error}). "

@@ -55,7 +55,16 @@ def _error_text(payload: bytes) -> str:
 
 
 def run_record(summary: Summary) -> RunRecord:
-    """A run from its head and its first and last entry."""
+    """A run from its head and its first and last entry. One that cannot be read is shown as such: the others can be."""
+    head = summary.head
+    try:
+        return _run_record(summary)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        cause = f"its entries cannot be read ({type(error).__name__}: {error}): run verify, restore from a backup"
+        return RunRecord(head.run_id, None, RunState.BLOCKED, 0, 0.0, 0.0, head.owner, head.token, cause=cause)
+
+
+def _run_record(summary: Summary) -> RunRecord:
     head, first, last = summary
     begun, stands = json.loads(first.body), json.loads(last.body)
     diverged = head.note is not None and not RunState(stands["state"]).is_terminal

@@ -119,9 +119,14 @@ def _park(described: dict[str, Any], run: LiveRun, moment: Moment) -> Plan:
     return Plan([Draft("parked", Event.WAIT, {}, payload)])
 
 
-def abort(run: LiveRun, reason: str) -> Flow[None]:
+def abortion(reason: str) -> bytes:
+    """The payload of an end that its program chose."""
+    return canonical.encode({"reason": reason})
+
+
+def abort(run: LiveRun, payload: bytes) -> Flow[None]:
     """End the run as FAILED."""
-    yield Commit(run, partial(_abort, Draft("aborted", Event.ABORT, {}, canonical.encode({"reason": reason}))))
+    yield Commit(run, partial(_abort, Draft("aborted", Event.ABORT, {}, payload)))
     yield GiveBack(run)
 
 
@@ -143,10 +148,17 @@ def cancellation(by: str, reason: str) -> bytes:
     return canonical.encode({"reason": reason or f"cancelled by {by}", "by": by})
 
 
-def cancel(run: LiveRun, payload: bytes) -> Flow[None]:
-    """End the run as CANCELLED, by its owner's own hand."""
-    yield Commit(run, lambda run, moment: Plan([Draft("cancelled", Event.CANCEL, {}, payload)], synced=True))
-    yield GiveBack(run)
+def cancel(run: LiveRun, payload: bytes) -> Flow[bool]:
+    """End the run as CANCELLED, by its owner's own hand. False while a step is in flight: its outcome is written first."""
+    if (done := (yield Commit(run, partial(_cancel, payload)))):
+        yield GiveBack(run)
+    return bool(done)
+
+
+def _cancel(payload: bytes, run: LiveRun, moment: Moment) -> Plan:
+    if run.in_flight is not None:
+        return Plan(answer=False)
+    return Plan([Draft("cancelled", Event.CANCEL, {}, payload)], answer=True, synced=True)
 
 
 def value(run: LiveRun, name: str, fresh: Any) -> Flow[Any]:

@@ -102,8 +102,7 @@ def _store_arguments(call: Call) -> None:
         call.stored = canonical.encode(call.arguments, limit=call.limit, what=what, declared=declared)
     except canonical.Unstorable as error:
         raise UnserialisableArguments(
-            f"an argument of {call.tool!r} cannot be stored: {error}. Nothing was dispatched and nothing was written.",
-            error.path,
+            f"{error}. Nothing was dispatched and nothing was written.", error.path
         ) from None
     call.digest = digests.plain(call.stored)
 

@@ -161,7 +161,7 @@ def _hashable(plain: Any) -> Any:
     if tag == "$tuple":
         for item in plain[tag]:
             _hashable(item)
-    elif tag in ("", "$set", "$map") or tag not in _READERS:
+    elif tag in ("$set", "$map") or tag not in _READERS:
         raise _Refused("a container with a key or member that is not hashable as plain data; register_type its class")
     return plain
 

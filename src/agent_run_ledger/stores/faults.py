@@ -70,6 +70,8 @@ def named(error: sqlite3.Error, path: str) -> StoreError:
             return _cannot_open(path, said)
         case 26:
             return NotALedger(f"{path!r} is not an SQLite database ({said}); it was not changed. Check the path.")
+        case 0 if "decode" in said:
+            return StoreCorrupt(f"the database {path!r} holds text where bytes belong ({said}). Restore a backup.")
         case 0:
             return StoreUnavailable(f"the database {path!r} cannot be used: {said}. Open the ledger anew.")
     return StoreError(f"the database {path!r} refused this ({said}); nothing was written.")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from agent_run_ledger.contract import Head, Lease, Request, Row, Summary
 from agent_run_ledger.errors import LeaseLost, RunNotFound, RunOwned, StoreError, StoreUnavailable
+from agent_run_ledger.stores import lifetime
 from agent_run_ledger.stores.clock import SystemClock
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ class MemoryStore:
         self._mutex = threading.Lock()
         self._runs: dict[str, _Run] = {}
         self._is_closed = False
+        lifetime.watch(self)
 
     def first_token(self) -> int:
         return 1
@@ -140,6 +142,15 @@ class MemoryStore:
         with self._mutex:
             self._is_closed = True
             self._runs.clear()
+
+    def before_fork(self) -> None:
+        self._mutex.acquire()
+
+    def after_fork_in_parent(self) -> None:
+        self._mutex.release()
+
+    def after_fork_in_child(self) -> None:
+        self._mutex = threading.Lock()  # the child's runs are a copy, and go their own way
 
     def _refuse_if_closed(self) -> None:
         if self._is_closed:

@@ -164,7 +164,6 @@ class Database:
         return int(version)
 
     def _prepare(self, connection: sqlite3.Connection) -> None:
-        # The level is set before the first write and read back: an SQLite that will not sync is not to be trusted.
         is_current = not self._is_new(connection) and self._known_version(connection) == self._version
         if not is_current:
             self._bring_up_to_date(connection)
@@ -176,6 +175,7 @@ class Database:
         if sys.platform == "darwin":
             connection.execute("PRAGMA fullfsync=1")
             connection.execute("PRAGMA checkpoint_fullfsync=1")
+        # Read back: an SQLite that will not sync is not to be trusted.
         connection.execute(f"PRAGMA synchronous={_FULL}")
         (level,) = connection.execute("PRAGMA synchronous").fetchone()
         if level != _FULL:
@@ -194,7 +194,7 @@ class Database:
             scripts = self._scripts()[version:]
             if version:
                 self._back_up(connection, version)
-            connection.execute("PRAGMA synchronous=2")
+            connection.execute(f"PRAGMA synchronous={_FULL}")
             try:
                 stamp = f"PRAGMA application_id={APPLICATION_ID}; PRAGMA user_version={self._version};"
                 connection.executescript("\n".join(["BEGIN IMMEDIATE;", *scripts, stamp, "COMMIT;"]))

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 import sqlite3
 import threading
-import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -20,6 +18,7 @@ from agent_run_ledger.errors import (
     StoreReadOnly,
     StoreUnavailable,
 )
+from agent_run_ledger.stores import lifetime
 from agent_run_ledger.stores.clock import boot_id
 from agent_run_ledger.stores.faults import leaves_doubt, named
 from agent_run_ledger.stores.filelock import WriteLock
@@ -38,6 +37,7 @@ _PAGES_PER_COMMIT = 3  # the leaf of the table, the leaf of its index, and now a
 _LOG_PAGES = 1000  # a longer log makes every commit slower: 2 x at 40,000 pages
 _SUMMARIES_PER_PAGE = 200
 _FORK_WAIT_SECONDS = 5.0
+_never_closed: list[sqlite3.Connection] = []
 
 # Fenced: the run is found only while it has an owner, its token is ours and its inbox has not moved. Else the run id is
 # NULL and nothing is written. As VALUES it is an eighth cheaper than as SELECT, which a trigger sends through a temporary
@@ -93,12 +93,24 @@ _READ = f"SELECT {_ROW.format('e')} FROM entries e WHERE e.run_id = ? AND e.seq 
 _SUMMARIES = f"""
 SELECT r.rowid, r.run_id, r.owner, r.fencing_token, r.inbox, r.note, {_ROW.format("f")}, {_ROW.format("l")}
 FROM runs r
-JOIN entries f ON f.run_id = r.run_id AND f.seq = 1
+JOIN entries f ON f.run_id = r.run_id AND f.seq = (SELECT min(seq) FROM entries WHERE run_id = r.run_id)
 JOIN entries l ON l.run_id = r.run_id AND l.seq = (SELECT max(seq) FROM entries WHERE run_id = r.run_id)
 WHERE {{}} ORDER BY r.rowid LIMIT {_SUMMARIES_PER_PAGE}
 """
 _SUMMARIES_AFTER = _SUMMARIES.format("r.rowid > ?")
 _SUMMARY_OF = _SUMMARIES.format("r.run_id = ?")
+
+# What belongs to no run that can be listed, or to no entry, so that nobody who goes through the runs would come by it.
+_STRAYS = """
+SELECT 'run ' || quote(run_id) || ' has entries and no head' FROM (
+    SELECT run_id FROM entries EXCEPT SELECT run_id FROM runs)
+UNION ALL
+SELECT 'run ' || quote(run_id) || ' has a head and no entries' FROM (
+    SELECT run_id FROM runs EXCEPT SELECT run_id FROM entries EXCEPT SELECT run_id FROM tombstones)
+UNION ALL
+SELECT 'run ' || quote(run_id) || ' has a payload that no entry names' FROM (
+    SELECT run_id, digest FROM payloads WHERE bytes IS NOT NULL EXCEPT SELECT run_id, digest FROM entries)
+"""
 
 # One writer per run: others only put requests here and move the counter, the one column that needs no token.
 _POST = "UPDATE runs SET inbox = inbox + 1 WHERE run_id = ? RETURNING inbox"
@@ -146,8 +158,7 @@ class SqliteStore:
             self._reader = self._database.open_reader(is_alone=True)
         else:
             self._connection()
-        with _registry:
-            _open_stores.add(self)
+        lifetime.watch(self)
 
     # --- the verbs ----------------------------------------------------------------------------------------------------
 
@@ -184,8 +195,8 @@ class SqliteStore:
             self._owners.hold(owner)
             grave: Grave | None = None
             try:
-                # A failed COMMIT leaves it open whether the run is ours. Nothing was done under the new token then, and we
-                # hold this owner's lock: the next claim takes the run from ourselves.
+                # A failed COMMIT leaves it open whether the run is ours. Nothing was done under the new token then, and
+                # we hold this owner's lock: the next claim takes the run from ourselves.
                 with self._transaction(_FULL) as db:
                     token, grave = self._take(db, run_id, owner, lease_seconds)
                     secret = _secret(db, run_id)
@@ -294,6 +305,7 @@ class SqliteStore:
             with self._reading() as db:
                 wrong = [f"{self.path}: {said}" for (said,) in db.execute("PRAGMA integrity_check") if said != "ok"]
                 present = objects(db)
+                wrong += [f"{self.path}: {said}" for (said,) in db.execute(_STRAYS)]
         except StoreError as error:
             return [str(error)]
         for name, sql in self._database.expected_objects().items():
@@ -558,8 +570,7 @@ class SqliteStore:
             self._close_connections(reader, writer)
             self._owners.close(remove=is_given_back)
             self._file_lock.close()
-        with _registry:
-            _open_stores.discard(self)
+        lifetime.forget(self)
 
     def _give_back(self) -> bool:
         """Free every run of our owners. Where that fails their locks go with their files left, which proves them dead."""
@@ -581,12 +592,12 @@ class SqliteStore:
         """
         if not any(connections):
             return
-        try:
-            self._file_lock.acquire()
-        except StoreError:
-            is_locked = False
-        else:
-            is_locked = True
+        is_locked = not self.read_only  # who cannot write empties no log, and makes no lock file either
+        if is_locked:
+            try:
+                self._file_lock.acquire()
+            except StoreError:
+                is_locked = False
         try:
             for connection in connections:
                 if connection is not None:
@@ -595,7 +606,7 @@ class SqliteStore:
             if is_locked:
                 self._file_lock.release()
 
-    def _before_fork(self) -> None:
+    def before_fork(self) -> None:
         """Stand still and close the connections: SQLite's own book of locks must not be copied into the child."""
         self._was_held = (
             self._mutex.acquire(timeout=_FORK_WAIT_SECONDS),
@@ -606,12 +617,12 @@ class SqliteStore:
             self._writer = self._reader = None
             self._close_connections(reader, writer)
 
-    def _after_fork_in_parent(self) -> None:
+    def after_fork_in_parent(self) -> None:
         for mutex, was_held in zip((self._mutex, self._reader_mutex), self._was_held, strict=True):
             if was_held:
                 mutex.release()
 
-    def _after_fork_in_child(self) -> None:
+    def after_fork_in_child(self) -> None:
         if not all(self._was_held):  # a thread that is not here was in the middle of something
             self._was_torn = True
             _never_closed.extend(filter(None, (self._writer, self._reader)))
@@ -634,43 +645,3 @@ def _is_large(row: Row) -> bool:
 def _secret(db: sqlite3.Connection, run_id: str) -> bytes:
     found = db.execute("SELECT secret FROM secrets WHERE run_id = ?", (run_id,)).fetchone()
     return found[0] or b"" if found is not None else b""
-
-
-_open_stores: weakref.WeakSet[SqliteStore] = weakref.WeakSet()
-_registry = threading.RLock()
-_at_fork: list[SqliteStore] = []
-_never_closed: list[sqlite3.Connection] = []
-
-
-def _before_fork() -> None:
-    _registry.acquire()
-    _at_fork[:] = _open_stores
-    for store in _at_fork:
-        store._before_fork()
-
-
-def _after_fork_in_parent() -> None:
-    for store in _at_fork:
-        store._after_fork_in_parent()
-    _at_fork.clear()
-    _registry.release()
-
-
-def _after_fork_in_child() -> None:
-    global _registry
-    for store in _at_fork:
-        store._after_fork_in_child()
-    _at_fork.clear()
-    _registry = threading.RLock()
-
-
-def _close_all() -> None:
-    with _registry:
-        stores = list(_open_stores)
-    for store in stores:
-        store.close()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)
-atexit.register(_close_all)

@@ -1,0 +1,143 @@
+"""A ledger's storage with a clock that a test moves, and as many programs on it as the test wants."""
+
+from __future__ import annotations
+
+import sqlite3
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NoReturn, Self
+
+from agent_run_ledger import AgentRunLedger, RunLedger, Step
+from agent_run_ledger.contract import Row, Store
+from agent_run_ledger.stores import open_store
+from agent_run_ledger.stores.memory import MemoryStore
+from agent_run_ledger.testing import FakeClock
+
+KINDS = ("memory", "sqlite")
+LEASE_SECONDS = 30.0
+
+HOSTILE = {
+    "path traversal": "../../etc/passwd",
+    "script tag": "<script>alert(1)</script>",
+    "SQL": "'; DROP TABLE entries; --",
+    "template": "{{7*7}}",
+    "ELF": "\x7fELF\x02\x01\x01\x00",
+}
+"""The five samples that must stay data wherever they come in."""
+
+
+class Died(BaseException):
+    """The process ends here: no outcome, no word to anybody."""
+
+
+class Bench:
+    """One storage, one clock. Every ledger that is opened here is another owner, as another process is."""
+
+    def __init__(self, kind: str, folder: Path) -> None:
+        self.kind = kind
+        self.path = folder / "ledger.db"
+        self.clock = FakeClock()
+        self._shared = MemoryStore(clock=self.clock) if kind == "memory" else None
+        self._opened: list[AgentRunLedger | RunLedger] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for ledger in self._opened:
+            ledger.close()
+
+    def store(self) -> Store:
+        """A store on this storage, to look with."""
+        return self._shared or open_store(self.path, durability="process", clock=self.clock)
+
+    def open(self, **options: Any) -> AgentRunLedger:
+        """Face B, for a new owner."""
+        place: Any = self._shared or self.path
+        ledger = AgentRunLedger(place, **({"durability": "process", "clock": self.clock} | options))
+        self._opened.append(ledger)
+        return ledger
+
+    def pipeline(self, run_id: str, *steps: Step, **options: Any) -> RunLedger:
+        """Face A, for a new owner."""
+        place: Any = self._shared or self.path
+        defaults = {"steps": steps, "durability": "process", "clock": self.clock}
+        ledger = RunLedger(run_id, place, **(defaults | options))
+        self._opened.append(ledger)
+        return ledger
+
+    def owners_die(self) -> None:
+        """Let every lease run out, as it does when the processes that hold them are gone."""
+        self.clock.advance(LEASE_SECONDS + 1)
+
+    def rows(self, run_id: str) -> list[Row]:
+        """Every entry of a run."""
+        store = self.store()
+        try:
+            return store.read(run_id)
+        finally:
+            if self._shared is None:
+                store.close()
+
+    def kinds(self, run_id: str) -> list[str]:
+        """What the entries of a run are, in order."""
+        return [row.kind for row in self.rows(run_id)]
+
+
+class Tool:
+    """A function that counts its calls. It answers `answers` one after the other, the last for ever; exceptions are raised."""
+
+    def __init__(self, *answers: Any) -> None:
+        self._answers = list(answers) or [None]
+        self.calls = 0
+
+    def __call__(self) -> Any:
+        self.calls += 1
+        answer = self._answers[min(self.calls, len(self._answers)) - 1]
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer() if callable(answer) else answer
+
+
+def raising(error: BaseException) -> Callable[..., NoReturn]:
+    """A function that raises."""
+
+    def function(**_: Any) -> NoReturn:
+        raise error
+
+    return function
+
+
+def never() -> NoReturn:
+    """The function of a step that must not be dispatched."""
+    raise AssertionError("this must not be called")
+
+
+@contextmanager
+def raw(path: Path, *, without_triggers: bool = False) -> Iterator[sqlite3.Connection]:
+    """What anybody with the file can do to it: a plain connection, committed and closed at the end."""
+    connection = sqlite3.connect(path)
+    connection.row_factory = sqlite3.Row
+    try:
+        triggers = connection.execute("SELECT name, sql FROM sqlite_master WHERE type = 'trigger'").fetchall()
+        for trigger in triggers if without_triggers else ():
+            connection.execute(f"DROP TRIGGER {trigger['name']}")
+        yield connection
+        for trigger in triggers if without_triggers else ():
+            connection.execute(trigger["sql"])
+        connection.commit()
+    finally:
+        connection.close()
+
+
+@contextmanager
+def told(category: type[Warning]) -> Iterator[list[str]]:
+    """The texts of the warnings of one category that the block gives."""
+    texts: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield texts
+    texts += [str(warning.message) for warning in caught if issubclass(warning.category, category)]
