@@ -80,6 +80,10 @@ class StoreContract:
         assert store.read("r") == [a_row(1, "created", b"{}"), a_row(2)]
         assert store.secret("r") == _SECRET
 
+    def test_create_gives_the_first_token_that_was_announced(self, store: Store) -> None:
+        announced = store.first_token()
+        assert [_create(store, run_id).token for run_id in ("r", "s")] == [announced, announced]
+
     def test_a_run_is_created_once_and_a_second_create_changes_nothing(self, store: Store) -> None:
         _create(store, "r")
         before = (store.head("r"), store.read("r"), store.secret("r"))

@@ -6,9 +6,10 @@ import bisect
 import hashlib
 import os
 import sqlite3
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
+from typing import Any, cast
 
 from agent_run_ledger import (
     AgentRunLedger,
@@ -108,9 +109,11 @@ class Reading:
                 steps.redispatched.append(step.number)
         return steps
 
-    def verify(self, run_id: str | None) -> VerificationReport:
-        """As `verify` of every ledger."""
-        return self._ledger.verify(run_id)
+    def verify(self, run_id: str | None, told: Callable[[str], None]) -> VerificationReport:
+        """As `verify` of every ledger; `told` hears how far it is."""
+        total = 1 if run_id is not None else sum(1 for _ in self._store.summaries())
+        ledger = AgentRunLedger(cast(Store, _Watched(self._store, total, told)))
+        return ledger.verify(run_id)
 
     def owner_is_seen(self, owner: str | None) -> bool:
         """Whether a process that can be seen from here holds the lock of this owner.
@@ -129,7 +132,9 @@ class Reading:
                 continue
         try:
             with open("/proc/locks", encoding="ascii") as locks:  # "1: FLOCK ADVISORY WRITE 16489 fe:00:2189639 0 EOF"
-                held = {line.split()[5].rpartition(":")[2] for line in locks if " FLOCK " in line and " -> " not in line}
+                held = {
+                    line.split()[5].rpartition(":")[2] for line in locks if " FLOCK " in line and " -> " not in line
+                }
         except (OSError, IndexError):
             return False
         return not inodes.isdisjoint(held)
@@ -138,6 +143,24 @@ class Reading:
         """Whether a run goes on as soon as its program runs again: it has not ended, and nobody seems to work on it."""
         over = {*(state for state in RunState if state.is_terminal), RunState.QUARANTINE, UNREADABLE}
         return record.status not in over and not self.owner_is_seen(record.owner)
+
+
+class _Watched:
+    """A store that says which run is being read."""
+
+    def __init__(self, store: Store, total: int, told: Callable[[str], None]) -> None:
+        self._store = store
+        self._total = total
+        self._told = told
+        self._count = 0
+
+    def __getattr__(self, verb: str) -> Any:
+        return getattr(self._store, verb)
+
+    def read(self, run_id: str, after: int = 0) -> list[Row]:
+        self._count += 1
+        self._told(f"verifying run {self._count} of {self._total}: {run_id}")
+        return self._store.read(run_id, after)
 
 
 def _is_readable(run_id: str, rows: Sequence[Row]) -> bool:

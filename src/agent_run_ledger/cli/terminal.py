@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+import time
 import unicodedata
 from collections.abc import Iterable, Sequence
 from datetime import datetime
@@ -13,6 +14,7 @@ from typing import Any, TextIO
 _DANGEROUS = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
 _SHORT = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
 _WIDTH_OF_A_FILE = 160
+_SECONDS_BETWEEN = 0.02
 
 
 def plain(text: str) -> str:
@@ -24,7 +26,9 @@ def plain(text: str) -> str:
 
 def _escape(character: str) -> str:
     code = ord(character)
-    return _SHORT.get(character) or (f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}")
+    return _SHORT.get(character) or (
+        f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+    )
 
 
 def as_json(value: Any) -> str:
@@ -37,7 +41,7 @@ def cut(text: str | None, columns: int) -> str:
     if text is None:
         return ""
     head = plain(text[: columns + 1])  # no more than that can be seen, and a payload may have megabytes
-    if columns_of(head) <= columns:
+    if len(text) <= columns + 1 and columns_of(head) <= columns:
         return head
     while head and columns_of(head) > columns - 1:
         head = head[:-1]
@@ -74,7 +78,7 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str | None]], *, stretch
     widths = [max(columns_of(row[at]) for row in ([*heads], *shown)) for at in range(len(heads))]
     if stretch is not None:
         others = sum(widths) - widths[stretch] + 2 * (len(widths) - 1)
-        room = max(_width() - others, len(heads[stretch]), 20)
+        room = max(width() - others, len(heads[stretch]), 20)
         widths[stretch] = min(widths[stretch], room)
         for row in shown:
             row[stretch] = cut(row[stretch], room)
@@ -85,7 +89,8 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str | None]], *, stretch
     )
 
 
-def _width() -> int:
+def width() -> int:
+    """The columns of the terminal; of a file what still can be read."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else _WIDTH_OF_A_FILE
 
 
@@ -96,10 +101,12 @@ class Progress:
         self._stream = stream
         self._is_watched = stream.isatty()
         self._is_open = False
+        self._next = 0.0
 
     def show(self, text: str) -> None:
-        """Replace the changing line."""
-        if self._is_watched:
+        """Replace the changing line, a few times a second."""
+        if self._is_watched and time.monotonic() >= self._next:
+            self._next = time.monotonic() + _SECONDS_BETWEEN
             columns = shutil.get_terminal_size().columns - 1
             self._stream.write("\r" + cut(text, columns) + "\x1b[K")
             self._stream.flush()

@@ -168,7 +168,9 @@ def end_with_parent() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--books", required=True, metavar="FILE", help="the service's own SQLite file")
-    parser.add_argument("--hold-from-step", type=int, metavar="N", help="hold one answer back, so that a crash can be timed")
+    parser.add_argument(
+        "--hold-from-step", type=int, metavar="N", help="hold one answer back, so that a crash can be timed"
+    )
     given = parser.parse_args()
     Handler.books = Books(given.books)
     Handler.holding = Holding(given.hold_from_step)

@@ -60,7 +60,7 @@ class EndpointModel:
         self._opener = urllib.request.build_opener(*([urllib.request.ProxyHandler({})] if is_here else []))
 
     def __call__(self, model: str, messages: list[Message]) -> dict[str, Any]:
-        asked = {"model": model, "messages": messages, "tools": DESCRIPTIONS, "temperature": 0}
+        asked = {"model": model, "messages": messages, "tools": DESCRIPTIONS}
         request = urllib.request.Request(self._address, json.dumps(asked).encode(), self._headers)
         try:
             with self._opener.open(request, timeout=_TIMEOUT_SECONDS) as response:
@@ -124,7 +124,9 @@ def _next(messages: list[Message]) -> Message:
             remarks.append(f"{number} came {short} EUR short; booked as bank charges.")
         if found["matched_by"] != "reference":
             remarks.append(f"{number} was matched by {found['matched_by']}; its reference says {paid['reference']!r}.")
-        remarks += [f"{number} was paid again on bank line {again['line']}; not booked." for again in found["payments"][1:]]
+        remarks += [
+            f"{number} was paid again on bank line {again['line']}; not booked." for again in found["payments"][1:]
+        ]
     booked = sum(name == "post_entry" for name, _ in told)
     return {"role": "assistant", "content": "\n".join([f"{booked} payments of {MONTH} are booked.", *remarks])}
 

@@ -46,6 +46,10 @@ class DemoFailed(Exception):
     """The demo could not be played to its end. Nothing is said about the promises then."""
 
 
+class FolderUnusable(Exception):
+    """The folder that the demo is to keep its files in cannot be used. Nothing was done."""
+
+
 def play(keep: str | None, progress: Progress) -> Figures:
     """Play the demo in a temporary folder, or in `keep`, which has to be new or empty. Returns what was measured.
 
@@ -72,9 +76,9 @@ def _folder(keep: str | None) -> Iterator[Path]:
         folder.mkdir(parents=True, exist_ok=True)
         is_empty = not any(folder.iterdir())
     except OSError as error:
-        raise DemoFailed(f"the folder {keep!r} cannot be used: {error.strerror}") from error
+        raise FolderUnusable(f"the folder {keep!r} cannot be used: {error.strerror}") from error
     if not is_empty:
-        raise DemoFailed(f"the folder {keep!r} is not empty; give one that is new or empty")
+        raise FolderUnusable(f"the folder {keep!r} is not empty; give one that is new or empty")
     yield folder
 
 
@@ -175,7 +179,16 @@ class Stage:
         self.url = line["url"]
 
     def start_agent(self) -> Program:
-        places = ("--ledger", self.ledger, "--data", str(self.data), "--service", self.url, "--witness", str(self.calls))
+        places = (
+            "--ledger",
+            self.ledger,
+            "--data",
+            str(self.data),
+            "--service",
+            self.url,
+            "--witness",
+            str(self.calls),
+        )
         return self._start("agent", *places)
 
     def watch(self, agent: Program) -> tuple[dict[str, Any] | None, int]:
@@ -186,16 +199,14 @@ class Stage:
         steps = replayed = 0
         while True:
             program, line = self._next(agent)
-            if line is None:
+            if program is agent and line is not None:
+                steps += 1
+                replayed += line["is_replayed"]
+                note = "  (from the ledger)" if line["is_replayed"] else ""
+                self.progress.show(f"step {steps:3}  {line['tool']} {line['about']}{note}")
+            elif program is agent or program.name == "bookkeeping":
                 self.progress.clear()
-                return None, replayed
-            if program is not agent:
-                self.progress.clear()
-                return dict(line["held"]), replayed
-            steps += 1
-            replayed += line["is_replayed"]
-            done = f"step {steps:3}  {line['tool']} {line['about']}"
-            self.progress.show(done + ("  (from the ledger)" if line["is_replayed"] else ""))
+                return dict(line["held"]) if line is not None else None, replayed
 
     def _start(self, name: str, *arguments: str) -> Program:
         program = Program(name, arguments, self._news)
@@ -222,6 +233,10 @@ def _play(stage: Stage, model: models.Model) -> Figures:
 
     first = stage.start_agent()
     held, _ = stage.watch(first)
+    if held is None and first.wait() == 0:
+        raise DemoFailed(
+            f"the model was done without posting from step {CRASH_FROM_STEP} on, so no crash could be tried"
+        )
     if held is None:
         raise DemoFailed(f"the agent ended before it could be killed: {first.last_words()}")
     status = first.kill()
@@ -234,7 +249,9 @@ def _play(stage: Stage, model: models.Model) -> Figures:
         "tool": next((step.tool_name for step in stands.records if step.step_number == held["step"]), None),
         "steps_in_doubt": stands.in_doubt,
     }
-    say(f"Killed with SIGKILL in step {held['step']}: the service has booked entry {held['number']} and not answered yet.")
+    say(
+        f"Killed with SIGKILL in step {held['step']}: the service has booked entry {held['number']} and not answered yet."
+    )
 
     again = stage.start_agent()
     held_again, replayed = stage.watch(again)
@@ -244,7 +261,6 @@ def _play(stage: Stage, model: models.Model) -> Figures:
 
     runaway = _run_away(stage)
     say(f"A runaway loop was tripped: {runaway['calls_asked_for']} equal failing calls asked for.")
-    stage.progress.show("verifying the ledger")
     figures = _figures(stage, model, crash, again, replayed, runaway)
     stage.progress.clear()
     return figures
@@ -264,7 +280,9 @@ def _run_away(stage: Stage) -> Figures:
         while asked < 10 and stopped is None:
             asked += 1
             try:
-                ledger.execute_step(RUNAWAY_RUN_ID, "fetch_invoice", {"invoice_id": "INV-9999"}, fetch, effect=Effect.READ)
+                ledger.execute_step(
+                    RUNAWAY_RUN_ID, "fetch_invoice", {"invoice_id": "INV-9999"}, fetch, effect=Effect.READ
+                )
             except StepFailed:
                 continue
             except RunawayLoopException as error:
@@ -281,16 +299,21 @@ def _figures(
     with reading(stage.ledger) as ledger:
         run, looping = ledger.run(RUN_ID), ledger.run(RUNAWAY_RUN_ID)
         steps = ledger.steps(RUN_ID).records
-        report = ledger.verify(None)
+        report = ledger.verify(None, stage.progress.show)
     with closing(sqlite3.connect(f"file:{stage.books}?mode=ro", uri=True)) as books:
         booked = books.execute("SELECT count(*), count(DISTINCT invoice) FROM entries").fetchone()
         posts = books.execute("SELECT key, note FROM requests WHERE method = 'POST' ORDER BY id").fetchall()
         (fetches,) = books.execute("SELECT count(*) FROM requests WHERE method = 'GET'").fetchone()
 
     made_again = [line for line in calls if line["pid"] == again.pid]
+    if not made_again:
+        raise DemoFailed("the agent that was started again made no call")
     keys_again = {line["key"] for line in made_again}
-    usages = [json.loads(step.output_json or "{}")["usage"] | {"key": step.idempotency_key}
-              for step in steps if step.tool_name == "call_model"]  # fmt: skip
+    usages = {
+        step.idempotency_key: json.loads(step.output_json)["usage"]
+        for step in steps
+        if step.tool_name == "call_model" and step.output_json is not None
+    }
     in_doubt = next((step.idempotency_key for step in steps if step.step_number == crash["step"]), None)
     sent = Counter(key for key, _ in posts)
     posted = sum(step.tool_name == "post_entry" and step.state == "COMPLETED" for step in steps)
@@ -320,9 +343,9 @@ def _figures(
             "seconds_from_first_line_of_main": dispatched - began,
         },
         "tokens": {
-            "paid": sum(_tokens(usage) for usage in usages),
-            "saved": sum(_tokens(usage) for usage in usages if usage["key"] not in keys_again),
-            "is_estimate": any(usage["is_estimate"] for usage in usages),
+            "paid": sum(_tokens(usages.get(line["key"])) for line in calls),
+            "saved": sum(_tokens(usage) for key, usage in usages.items() if key not in keys_again),
+            "is_estimate": any(usage["is_estimate"] for usage in usages.values()),
         },
         "runaway": runaway,
         "verification": {
@@ -358,5 +381,5 @@ def _counts(calls: list[dict[str, Any]], tool: str, is_tool: bool) -> Figures:
     return {"made": len(keys), "repeated": len(keys) - len(set(keys))}
 
 
-def _tokens(usage: dict[str, Any]) -> int:
-    return int(usage["input_tokens"]) + int(usage["output_tokens"])
+def _tokens(usage: dict[str, Any] | None) -> int:
+    return int(usage["input_tokens"]) + int(usage["output_tokens"]) if usage is not None else 0
