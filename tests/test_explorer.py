@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import warnings
 from collections.abc import Callable, Iterator
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.explorer import RUN, Life, World, judge
 
 from agent_run_ledger import (
     BudgetExceededException,
@@ -19,11 +21,12 @@ from agent_run_ledger import (
     RunClosed,
     RunLedger,
     Step,
+    StepCancelled,
     StepFailed,
     StepInDoubt,
+    StoreFull,
     UnserialisableOutput,
 )
-from support.explorer import RUN, Life, World, judge
 
 Flow = Callable[[Life], Any]
 FLOWS: dict[str, tuple[Flow, dict[str, Any]]] = {}
@@ -127,10 +130,8 @@ def ended_by_its_program(life: Life) -> Any:
 def cancelled_by_somebody_else(life: Life) -> Any:
     def is_cancelled_meanwhile(given: Any, n: int) -> Any:
         other = life.own(type(life.ledger)(life.mortal, **life.options))
-        try:
+        with contextlib.suppress(IllegalTransition):  # another life has cancelled it
             other.cancel(RUN, by="an operator", reason="wrong month")
-        except IllegalTransition:
-            pass
         return "done"
 
     try:
@@ -184,7 +185,7 @@ def parked_by_an_exception_and_run_again(life: Life) -> Any:
                 life.step("before", 1)
                 run.result = life.step("ask", 2, down_at_first)
         except StepFailed:
-            assert status(life) == "BLOCKED"
+            assert status(life) == "BLOCKED" or life.full_at
         else:
             break
     return status(life), life.ledger.get_run(RUN).result
@@ -206,7 +207,7 @@ def a_pipeline_parked_and_run_again(life: Life) -> Any:
         try:
             return ledger.execute(given=1), status(life)
         except StepFailed:
-            assert status(life) == "BLOCKED"
+            assert status(life) == "BLOCKED" or life.full_at
     return None
 
 
@@ -223,6 +224,20 @@ def resumed_at_the_frontier(life: Life) -> Any:
 
 
 @flow()
+def interrupted_and_going_on(life: Life) -> Any:
+    life.ledger.create_run("goal", RUN)
+
+    def is_interrupted(given: Any, n: int) -> Any:
+        raise KeyboardInterrupt
+
+    with pytest.raises((KeyboardInterrupt, StepCancelled)):
+        life.step("work", 1, is_interrupted, effect=Effect.READ)
+    after = life.step("after", 2)
+    life.ledger.finish_run(RUN, after)
+    return after, status(life)
+
+
+@flow()
 def a_step_that_must_not_happen_twice(life: Life) -> Any:
     life.ledger.create_run("goal", RUN)
     try:
@@ -236,6 +251,21 @@ def a_step_that_must_not_happen_twice(life: Life) -> Any:
         assert life.number > 0
         assert status(life) == "BLOCKED"
         return "in doubt"
+    return status(life)
+
+
+@flow()
+def a_mutating_step_whose_failure_tells_nothing(life: Life) -> Any:
+    life.ledger.create_run("goal", RUN)
+
+    def is_cut_off(given: Any, n: int) -> Any:
+        raise ConnectionResetError("connection reset by peer")
+
+    with pytest.raises(StepInDoubt):
+        life.step("pay", 1, is_cut_off, effect=Effect.MUTATE)
+    with pytest.raises(StepInDoubt):
+        life.step("pay", 1, is_cut_off, effect=Effect.MUTATE)
+    assert len(life.world.calls) <= 1
     return status(life)
 
 
@@ -360,7 +390,9 @@ class Explorer:
 def different(ticks: list[str]) -> list[int]:
     """The ticks before which something happened: between the end of one effect and the beginning of the next nothing does."""
     pairs = itertools.pairwise(["", *ticks])
-    return [n for n, (last, this) in enumerate(pairs, 1) if not (last.startswith("after") and this.startswith("before"))]
+    return [
+        n for n, (last, this) in enumerate(pairs, 1) if not (last.startswith("after") and this.startswith("before"))
+    ]
 
 
 @pytest.fixture(params=["memory", "sqlite"])
@@ -392,3 +424,21 @@ def explore_pairs(explorer: Explorer) -> None:
     for first in different(explorer.ticks):
         for second in different(explorer.crash(first)):
             explorer.crash(first, second)
+
+
+@pytest.mark.parametrize("calls_again", [True, False], ids=["the step is called again", "the program begins again"])
+@pytest.mark.parametrize("name", FLOWS)
+def test_whatever_write_finds_the_disk_full_the_same_process_goes_on_once_there_is_room(
+    name: str, calls_again: bool
+) -> None:
+    explorer = Explorer(name, None)
+    for full_at in range(1, explorer.ticks.count("before append") + 1):
+        world = explorer.world()
+        with world.life(full_at=full_at) as life:
+            life.calls_again = calls_again
+            try:
+                result = explorer.program(life)
+            except StoreFull:
+                result = explorer.program(life)
+            assert result == explorer.expected, f"the disk was full at append {full_at}"
+        explorer.finish(world)

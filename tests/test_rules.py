@@ -211,7 +211,7 @@ def positional_only(a: int, /) -> int:
 async def asynchronous() -> None: ...
 
 
-class Callable_:
+class Caller:
     def __call__(self, x: int) -> int:
         return x
 
@@ -232,8 +232,8 @@ def wrapped(*args: Any, **kwargs: Any) -> int:
         (lambda: None, (), ()),
         (lambda *args, **kwargs: None, (), ()),
         (takes_any, ("a",), ("a",)),
-        (Callable_(), ("x",), ("x",)),
-        (Callable_().method, ("y",), ("y",)),
+        (Caller(), ("x",), ("x",)),
+        (Caller().method, ("y",), ("y",)),
         (len, (), ("obj",)),
         (dict, (), ()),
     ],
@@ -245,7 +245,7 @@ def test_a_functions_parameters_are_read_however_it_is_made(
     assert (set(takes.names), takes.required) == (set(names), required)
 
 
-@pytest.mark.parametrize("function", [asynchronous, Callable_().method, functools.partial(asynchronous)])
+@pytest.mark.parametrize("function", [asynchronous, Caller().method, functools.partial(asynchronous)])
 def test_an_async_function_is_known_by_sight(function: Any) -> None:
     assert functions.signature(function).is_async
     assert not functions.signature(plain).is_async

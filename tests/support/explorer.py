@@ -14,6 +14,7 @@ from agent_run_ledger import AgentRunLedger, RunLedger, current_step
 from agent_run_ledger.contract import Row, Store
 from agent_run_ledger.drivers.sync import SyncDriver
 from agent_run_ledger.engine.history import History
+from agent_run_ledger.errors import StoreFull
 from agent_run_ledger.stores.memory import MemoryStore
 from agent_run_ledger.stores.sqlite import SqliteStore
 from agent_run_ledger.testing import FakeClock
@@ -61,9 +62,9 @@ class World:
         return SqliteStore(self._folder / "runs.db", durability="process", clock=self.clock)
 
     @contextmanager
-    def life(self, die_at: int | None = None) -> Iterator[Life]:
+    def life(self, die_at: int | None = None, full_at: int | None = None) -> Iterator[Life]:
         """One process, from its start until it ends or dies. A `Crash` goes no further than this block."""
-        life = Life(self, die_at)
+        life = Life(self, die_at, full_at)
         try:
             yield life
         except Crash:
@@ -78,22 +79,30 @@ class World:
 
 
 class Life:
-    """One process with one ledger, `ledger` for face B. It dies at its `die_at`-th tick."""
+    """One process with one ledger, `ledger` for face B. It dies at its `die_at`-th tick; its `full_at`-th append finds no room."""
 
-    def __init__(self, world: World, die_at: int | None) -> None:
+    def __init__(self, world: World, die_at: int | None, full_at: int | None) -> None:
         self.world = world
         self.number = world.lives
         world.lives += 1
         self.die_at = die_at
+        self.full_at = full_at
+        self.appends = 0
+        self.calls_again = False
+        """Whether a step that the full disk refused is called again at once; else its program begins again."""
         self.ticks: list[str] = []
         self.is_dead = False
         self.store = world.store()
-        self.mortal = MortalStore(self.store, self)
+        self.mortal: Any = MortalStore(self.store, self)
         self._ledgers: list[AgentRunLedger | RunLedger] = []
         world.settled.append({step.key for step in self.log().positions.values() if _is_settled(step)})
         # No heartbeat comes on its own: time is the test's.
-        self.options = {"clock": world.clock, "lease_seconds": LEASE_SECONDS, "heartbeat_seconds": LEASE_SECONDS / 2}
-        self.ledger = self.own(AgentRunLedger(self.mortal, **{**self.options, **world.options}))
+        self.options: dict[str, Any] = {
+            "clock": world.clock,
+            "lease_seconds": LEASE_SECONDS,
+            "heartbeat_seconds": LEASE_SECONDS / 2,
+        }
+        self.ledger: AgentRunLedger = self.own(AgentRunLedger(self.mortal, **(self.options | world.options)))
 
     def own(self, ledger: Any) -> Any:
         """Make a ledger part of this process: it stops where the process stops."""
@@ -147,7 +156,12 @@ class Life:
         """One step of face B. What it returns must be in the store by then, and the live run must be what the store says."""
         function = self.tool(name, does or (lambda given, n: [name, given]))
         try:
-            return self.ledger.execute_step(RUN, name, {"given": given}, function, **options)
+            try:
+                return self.ledger.execute_step(RUN, name, {"given": given}, function, **options)
+            except StoreFull:
+                if not self.calls_again:
+                    raise
+                return self.ledger.execute_step(RUN, name, {"given": given}, function, **options)
         finally:
             self.expect_live_equals_stored()
 
@@ -179,6 +193,10 @@ class MortalStore:
             if verb not in WRITES:
                 return perform(*arguments, **options)
             self._life.tick(f"before {verb}")
+            if verb == "append":
+                self._life.appends += 1
+                if self._life.appends == self._life.full_at:
+                    raise StoreFull("the disk is full")
             answer = perform(*arguments, **options)
             self._life.tick(f"after {verb}")
             return answer

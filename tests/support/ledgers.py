@@ -10,6 +10,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
+import pytest
+
 from agent_run_ledger import AgentRunLedger, RunLedger, Step
 from agent_run_ledger.contract import Row, Store
 from agent_run_ledger.stores import open_store
@@ -46,7 +48,9 @@ class Bench:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         for ledger in self._opened:
             ledger.close()
 
@@ -111,9 +115,9 @@ def raising(error: BaseException) -> Callable[..., NoReturn]:
     return function
 
 
-def never() -> NoReturn:
+def never(**_: Any) -> NoReturn:
     """The function of a step that must not be dispatched."""
-    raise AssertionError("this must not be called")
+    pytest.fail("a step was dispatched that must not be")
 
 
 @contextmanager

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +78,8 @@ def child(script: str, *arguments: object, prefix: Sequence[str] = ()) -> Iterat
             started.process.wait()
         for pipe in (started.process.stdin, started.process.stdout):
             if pipe is not None:
-                pipe.close()
+                with suppress(BrokenPipeError):  # what was told to a process that is gone
+                    pipe.close()
 
 
 WORDS = """

@@ -76,7 +76,7 @@ class Bounded:
 class Life:
     """One process of the program: what it opens, calls and reports."""
 
-    def __init__(self, folder: Path, number: int, durability: str, die_at: int | None) -> None:
+    def __init__(self, folder: Path, number: int, durability: Any, die_at: int | None) -> None:
         self.number = number
         self.witness = Witness(folder / "witness")
         self.boundary = Boundaries(die_at)

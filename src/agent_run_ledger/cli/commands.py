@@ -69,9 +69,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"agent-run-ledger {agent_run_ledger.__version__}")
     # Both before and after the command. SUPPRESS, so that the second does not undo the first.
-    for_all = argparse.ArgumentParser(add_help=False, argument_default=argparse.SUPPRESS)
+    for_all = _Parser(add_help=False, argument_default=argparse.SUPPRESS)
     for_all.add_argument("--json", action="store_true", help="print one JSON value, for programs")
-    for_reading = argparse.ArgumentParser(add_help=False, argument_default=argparse.SUPPRESS)
+    for_reading = _Parser(add_help=False, argument_default=argparse.SUPPRESS)
     for_reading.add_argument("--db", metavar="PATH", help=f"the ledger's file (default: ${VARIABLE})")
     parser.add_argument("--db", metavar="PATH", help=f"the ledger's file (default: ${VARIABLE})")
     parser.add_argument("--json", action="store_true", help="print one JSON value, for programs")
@@ -171,19 +171,19 @@ def _demo(given: argparse.Namespace) -> int:
 
 
 def _runs(given: argparse.Namespace) -> int:
-    from agent_run_ledger.cli.reading import UNREADABLE, reading
+    from agent_run_ledger.cli.reading import is_damaged, reading
 
-    states = [*agent_run_ledger.RunState, UNREADABLE]
+    states = list(agent_run_ledger.RunState)
     if given.status is not None and given.status not in states:
         raise UsageError(f"there is no run state {given.status!r}; the states are {', '.join(states)}")
     with reading(_path(given)) as ledger:
         records = ledger.runs(given.status)
         limit = given.limit if given.limit is not None else 0 if given.json else 50
         shown = records[-limit:] if limit else records
-        damaged = any(record.status == UNREADABLE for record in records)
+        status = PROBLEM if any(map(is_damaged, records)) else OK
         if given.json:
             print(as_json({"runs": [_run_data(record) for record in shown]}))
-            return PROBLEM if damaged else OK
+            return status
         if not records:
             print("no runs" if given.status is None else f"no run is {given.status}")
             return OK
@@ -191,7 +191,7 @@ def _runs(given: argparse.Namespace) -> int:
             print(f"the newest {len(shown)} of {len(records)} runs (--limit 0 shows all):")
         heads = ("RUN", "STATUS", "STEPS", "UPDATED", "GOAL", "CAUSE")
         print(table(heads, (_run_row(record, ledger.is_waiting(record)) for record in shown), stretch=5))
-    return PROBLEM if damaged else OK
+    return status
 
 
 def _run_row(record: agent_run_ledger.RunRecord, is_waiting: bool) -> tuple[str | None, ...]:
@@ -222,7 +222,7 @@ def _canonical(value: Any) -> Any:
 
 
 def _show(given: argparse.Namespace) -> int:
-    from agent_run_ledger.cli.reading import UNREADABLE, reading
+    from agent_run_ledger.cli.reading import is_damaged, reading
 
     with reading(_path(given)) as ledger:
         record = ledger.run(given.run_id)
@@ -231,7 +231,7 @@ def _show(given: argparse.Namespace) -> int:
         is_seen = ledger.owner_is_seen(record.owner)
     limit = given.steps if given.steps is not None else 0 if given.json else 50
     shown = steps.records[-limit:] if limit else steps.records
-    status = PROBLEM if steps.trouble or record.status == UNREADABLE else OK
+    status = PROBLEM if steps.trouble or is_damaged(record) else OK
     if given.json:
         data = {
             "run": _run_data(record),
@@ -274,8 +274,8 @@ def _described(record: agent_run_ledger.RunRecord, is_seen: bool) -> str:
         ("status", record.status),
         ("cause", record.cause),
         ("steps", record.total_steps),
-        ("created", when(record.created_at)),
-        ("updated", when(record.updated_at)),
+        ("created", when(record.created_at) if record.created_at else None),
+        ("updated", when(record.updated_at) if record.updated_at else None),
         ("owner", owner),
         ("fencing token", record.fencing_token),
         ("result", None if record.result is None else repr(record.result)),
@@ -286,7 +286,7 @@ def _described(record: agent_run_ledger.RunRecord, is_seen: bool) -> str:
 def _step_row(
     step: agent_run_ledger.StepRecord, in_doubt: Sequence[int], redispatched: Sequence[int]
 ) -> list[str | None]:
-    state = step.state + (" (in doubt)" if step.step_number in in_doubt else "")
+    state = f"{step.state}{' (in doubt)' if step.step_number in in_doubt else ''}"
     attempts = str(step.attempts) + (" !" if step.step_number in redispatched else "")
     duration = took(step.completed_at - step.created_at) if step.completed_at is not None else ""
     said = step.error_message if step.error_message is not None else step.output_json

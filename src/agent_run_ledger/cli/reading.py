@@ -9,11 +9,11 @@ import sqlite3
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, cast
 
 from agent_run_ledger import (
     AgentRunLedger,
-    LedgerError,
     RunRecord,
     RunState,
     StepRecord,
@@ -27,10 +27,9 @@ from agent_run_ledger.stores import open_store
 from agent_run_ledger.stores.clock import SystemClock
 from agent_run_ledger.stores.schema import APPLICATION_ID
 
-UNREADABLE = "UNREADABLE"
-"""The status that is shown for a run whose first or last entry is damaged."""
 MOST_FILES = 1000
 """How many files of a folder are looked at for ledgers."""
+_OPEN = frozenset(RunState) - {state for state in RunState if state.is_terminal} - {RunState.QUARANTINE}
 _DAMAGE = (ValueError, KeyError, TypeError, AttributeError, AssertionError)
 
 
@@ -66,27 +65,13 @@ class Reading:
         self._store = store
         self.path = path
 
-    def run_ids(self) -> list[str]:
-        """All runs, oldest first."""
-        return [summary.head.run_id for summary in self._store.summaries()]
-
     def runs(self, status: str | None = None) -> list[RunRecord]:
-        """All runs, oldest first; those of one status where it is given. A run that cannot be read is `UNREADABLE`."""
-        try:
-            return self._ledger.runs(None if status == UNREADABLE else status)
-        except _DAMAGE:  # one bad row: look at them one by one
-            found = map(self.run, self.run_ids())
-            return [record for record in found if status is None or record.status == status]
+        """All runs, oldest first; those of one status where it is given."""
+        return self._ledger.runs(status)
 
     def run(self, run_id: str) -> RunRecord:
         """One run. Raises `RunNotFound`."""
-        try:
-            return self._ledger.get_run(run_id)
-        except LedgerError:
-            raise
-        except _DAMAGE as error:
-            cause = f"its first or last entry cannot be read ({type(error).__name__}: {error}); `verify` says more"
-            return RunRecord(run_id, None, UNREADABLE, 0, 0.0, 0.0, cause=cause)
+        return self._ledger.get_run(run_id)
 
     def steps(self, run_id: str) -> Steps:
         """The steps of a run, up to the first entry that cannot be read."""
@@ -123,26 +108,37 @@ class Reading:
         """
         if owner is None:
             return False
-        names = (owner, "sha256_" + hashlib.sha256(owner.encode(errors="surrogateescape")).hexdigest())
-        inodes = set()
-        for name in names:
+        folder = os.path.realpath(self.path) + ".owners"
+        for name in (owner, "sha256_" + hashlib.sha256(owner.encode(errors="surrogatepass")).hexdigest()):
             try:
-                inodes.add(str(os.stat(os.path.join(os.path.realpath(self.path) + ".owners", name)).st_ino))
+                inode = os.stat(os.path.join(folder, name)).st_ino
             except (OSError, ValueError):
                 continue
+            if str(inode) in self._locked:
+                return True
+        return False
+
+    @cached_property
+    def _locked(self) -> set[str]:
+        """The inodes of files that somebody has locked whole."""
         try:
-            with open("/proc/locks", encoding="ascii") as locks:  # "1: FLOCK ADVISORY WRITE 16489 fe:00:2189639 0 EOF"
-                held = {
+            with open(
+                "/proc/locks", encoding="ascii"
+            ) as locks:  # "1: FLOCK  ADVISORY  WRITE 16489 fe:00:2189639 0 EOF"
+                return {
                     line.split()[5].rpartition(":")[2] for line in locks if " FLOCK " in line and " -> " not in line
                 }
         except (OSError, IndexError):
-            return False
-        return not inodes.isdisjoint(held)
+            return set()
 
     def is_waiting(self, record: RunRecord) -> bool:
         """Whether a run goes on as soon as its program runs again: it has not ended, and nobody seems to work on it."""
-        over = {*(state for state in RunState if state.is_terminal), RunState.QUARANTINE, UNREADABLE}
-        return record.status not in over and not self.owner_is_seen(record.owner)
+        return record.status in _OPEN and not is_damaged(record) and not self.owner_is_seen(record.owner)
+
+
+def is_damaged(record: RunRecord) -> bool:
+    """Whether the entries that a listing needs cannot be read; the record's cause says why."""
+    return not record.created_at
 
 
 class _Watched:
@@ -175,6 +171,7 @@ def _record(history: History, step: StepHistory, steps: Steps) -> StepRecord:
     history.positions = {step.position: step}
     try:
         (record,) = step_records(history)
+        float(record.created_at), float(record.completed_at or 0)
     except _DAMAGE as error:
         said = f"step {step.number} cannot be read ({type(error).__name__}: {error})"
         steps.trouble = steps.trouble or said

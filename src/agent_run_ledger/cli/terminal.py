@@ -33,13 +33,12 @@ def _escape(character: str) -> str:
 
 def as_json(value: Any) -> str:
     """One JSON text in ASCII, so that a terminal is safe from it too."""
-    return json.dumps(value, indent=2).replace("\x7f", "\\u007f")
+    return json.dumps(value, indent=2, default=str).replace("\x7f", "\\u007f")
 
 
-def cut(text: str | None, columns: int) -> str:
-    """`text`, safe to show, cut to that many columns."""
-    if text is None:
-        return ""
+def cut(value: object, columns: int) -> str:
+    """`value` as text that is safe to show, cut to that many columns. A damaged row may hold anything; None is empty."""
+    text = "" if value is None else str(value)
     head = plain(text[: columns + 1])  # no more than that can be seen, and a payload may have megabytes
     if len(text) <= columns + 1 and columns_of(head) <= columns:
         return head
@@ -59,7 +58,7 @@ def when(seconds: float) -> str:
     """A time in the zone of whoever reads it, to the second."""
     try:
         return datetime.fromtimestamp(seconds).astimezone().strftime("%Y-%m-%d %H:%M:%S")
-    except (ValueError, OverflowError, OSError):
+    except (TypeError, ValueError, OverflowError, OSError):
         return "(no time)"
 
 
@@ -72,7 +71,7 @@ def took(seconds: float | None) -> str:
     return f"{seconds:.1f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
 
 
-def table(heads: Sequence[str], rows: Iterable[Sequence[str | None]], *, stretch: int | None = None) -> str:
+def table(heads: Sequence[str], rows: Iterable[Sequence[object]], *, stretch: int | None = None) -> str:
     """Columns of text; the one at index `stretch` gets what the others leave of the line."""
     shown = [[cut(cell, 60 if at != stretch else 2000) for at, cell in enumerate(row)] for row in rows]
     widths = [max(columns_of(row[at]) for row in ([*heads], *shown)) for at in range(len(heads))]

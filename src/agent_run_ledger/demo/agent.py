@@ -45,12 +45,14 @@ class Agent:
             messages.append(message)
             if not message.get("tool_calls"):
                 return str(message["content"])
-            for call in message["tool_calls"]:
-                messages.append({"role": "tool", "tool_call_id": call["id"], "content": self._act(call["function"])})
+            messages += [self._answer(call) for call in message["tool_calls"]]
 
     def _ask(self, model: str, messages: list[Message]) -> dict[str, Any]:
         self._witness.saw("call_model")
         return self._model(model, messages)
+
+    def _answer(self, call: dict[str, Any]) -> Message:
+        return {"role": "tool", "tool_call_id": call["id"], "content": self._act(call["function"])}
 
     def _act(self, asked: dict[str, Any]) -> str:
         """Do what the model asks for. It is told what goes wrong, too, and may do better."""
@@ -83,10 +85,10 @@ def main() -> int:
     witness = Witness(Path(given.witness))
     witness.began(began)
     try:
-        with AgentRunLedger(given.ledger, max_steps=MAX_STEPS, loop_threshold=3) as ledger:
-            with ledger.open_run(GOAL, run_id=RUN_ID) as run:
-                tools = Tools(Path(given.data), given.service, witness)
-                run.result = Agent(run, chosen(), tools, witness).reconcile()
+        tools = Tools(Path(given.data), given.service, witness)
+        ledger = AgentRunLedger(given.ledger, max_steps=MAX_STEPS, loop_threshold=3)
+        with ledger, ledger.open_run(GOAL, run_id=RUN_ID) as run:
+            run.result = Agent(run, chosen(), tools, witness).reconcile()
     except (LedgerError, OSError) as error:
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
         return 1

@@ -66,7 +66,8 @@ class EndpointModel:
             with self._opener.open(request, timeout=_TIMEOUT_SECONDS) as response:
                 answer = json.load(response)
         except urllib.error.HTTPError as error:
-            said = error.read(500).decode(errors="replace")
+            with error:
+                said = error.read(500).decode(errors="replace")
             raise RuntimeError(f"{self._address} answered {error.code}: {said}") from error
         given = answer["choices"][0]["message"]
         message: Message = {"role": "assistant", "content": given.get("content")}

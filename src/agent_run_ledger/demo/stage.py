@@ -13,6 +13,7 @@ import sys
 import tempfile
 import threading
 import time
+import urllib.error
 import urllib.request
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -268,11 +269,14 @@ def _play(stage: Stage, model: models.Model) -> Figures:
 
 def _run_away(stage: Stage) -> Figures:
     """An agent that makes one failing call again and again. Returns how often it asked, and what stopped it."""
-    address = f"{stage.url}/invoices/INV-9999"
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
     def fetch(invoice_id: str) -> None:
-        opener.open(address, timeout=_WAIT_SECONDS).close()
+        try:
+            opener.open(f"{stage.url}/invoices/{invoice_id}", timeout=_WAIT_SECONDS).close()
+        except urllib.error.HTTPError as error:
+            error.close()
+            raise
 
     asked, stopped = 0, None
     with AgentRunLedger(stage.ledger, max_steps=30, loop_threshold=LOOP_THRESHOLD) as ledger:

@@ -81,7 +81,9 @@ class Tools:
                 answer: dict[str, Any] = json.load(response)
                 return answer
         except urllib.error.HTTPError as error:
-            raise RuntimeError(f"HTTP {error.code}: {error.read(500).decode(errors='replace')}") from error
+            with error:
+                said = error.read(500).decode(errors="replace")
+            raise RuntimeError(f"HTTP {error.code}: {said}") from error
 
     def _invoice(self, number: str) -> dict[str, str]:
         for row in self._read("invoices", MONTH):

@@ -65,6 +65,7 @@ class LiveRun:
                 self.interrupted = None
                 self.advance(row.position)
             elif row.kind == "value":
+                self.interrupted = None
                 self.advance(row.position)
             elif self.in_flight is not None and row.position == self.in_flight.position:
                 self.in_flight = None

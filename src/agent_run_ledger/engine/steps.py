@@ -83,9 +83,11 @@ def step(run: LiveRun, call: Call) -> Flow[Any]:
     except ReplayDivergence as divergence:
         yield GiveBack(run, str(divergence))
         raise
-    except (StepInDoubt, AttemptsExhausted):
+    except (StepInDoubt, RunClosed, RunawayLoopDetectedException, BudgetExceededException):
         yield GiveBack(run)
         raise
+    if error is not None and run.history.state.is_terminal:  # it was fatal
+        yield GiveBack(run)
     return _hand_out(run, call, this, error)
 
 

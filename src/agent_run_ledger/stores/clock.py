@@ -47,7 +47,7 @@ def boot_id() -> str:
         except (OSError, subprocess.SubprocessError):
             return ""
     try:
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-            return file.read().strip()
+        with open("/proc/sys/kernel/random/boot_id", "rb") as file:
+            return file.read().decode().strip()
     except OSError:
         return ""

@@ -46,7 +46,7 @@ class Database:
                 self._refuse_unmakeable()
             elif not (os.access(self.path, os.W_OK) and os.access(os.path.dirname(self.path), os.W_OK | os.X_OK)):
                 self._refuse_read_only()
-            else:
+            elif not os.path.isdir(self.path + ".owners"):  # where owners have been, the file is ours
                 self._refuse_foreign()
             connection = self._connect(self.path, uri=False)
             try:

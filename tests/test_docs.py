@@ -1,0 +1,766 @@
+"""The documentation is true: its snippets run, its links lead somewhere, its names exist, its tables come from the code.
+
+`python tests/test_docs.py` writes the generated parts anew; the tests fail where a page is stale.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import builtins
+import contextlib
+import fnmatch
+import hashlib
+import importlib
+import inspect
+import io
+import itertools
+import json
+import keyword
+import os
+import re
+import shlex
+import sqlite3
+import subprocess
+import sys
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+if __name__ == "__main__":  # as a program it has to find the package by itself
+    sys.path.insert(0, str(ROOT / "src"))
+
+import agent_run_ledger
+from agent_run_ledger import AgentRunLedger, Effect, LedgerError, RunawayLoopException, RunLedger, StepInDoubt, errors
+from agent_run_ledger.cli import commands
+from agent_run_ledger.contract import Row
+from agent_run_ledger.engine.history import Outcome, StepHistory
+from agent_run_ledger.engine.recovery import Declaration, plan_recovery
+from agent_run_ledger.model import Event, Receipt, RetryPolicy, RunState
+from agent_run_ledger.rules import lifecycle
+from agent_run_ledger.stores.memory import MemoryStore
+from agent_run_ledger.testing import FakeClock
+
+PACKAGE = ROOT / "src" / "agent_run_ledger"
+DOCS = ROOT / "docs"
+TOP = [ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CHANGELOG.md")]
+GUIDES = sorted(path for path in DOCS.rglob("*.md") if "design" not in path.relative_to(DOCS).parts)
+"""Decisions in docs/design speak of what is not built, too: only their links are checked."""
+PAGES = [*TOP, *GUIDES]
+EVERY_PAGE = [*PAGES, *sorted((DOCS / "design").rglob("*.md"))]
+PYTHON_API = DOCS / "reference" / "python-api.md"
+ERRORS = DOCS / "reference" / "errors.md"
+SCHEMA = DOCS / "reference" / "entries-and-schema.md"
+TWO_PROGRAMS = DOCS / "tutorial" / "two-programs.md"
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+# --- pages ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block: its language, the words behind that, its text, and the line of the page on which the text begins."""
+
+    language: str
+    info: str
+    text: str
+    line: int
+
+    @property
+    def title(self) -> str | None:
+        """The name of the file that the block is the contents of."""
+        found = re.search(r'title="([^"]+)"', self.info)
+        return found[1] if found else None
+
+
+_FENCE = re.compile(r"^(?P<indent> *)```(?P<language>\w*)(?P<info>[^\n]*)\n(?P<text>.*?)^(?P=indent)```$", re.M | re.S)
+
+
+def blocks(page: Path) -> list[Block]:
+    text = page.read_text(encoding="utf-8")
+    found = []
+    for match in _FENCE.finditer(text):
+        inner = "".join(line.removeprefix(match["indent"]) for line in match["text"].splitlines(keepends=True))
+        found.append(Block(match["language"], match["info"].strip(), inner, text.count("\n", 0, match.start("text")) + 1))
+    return found
+
+
+def prose(page: Path) -> str:
+    """The page without its fenced blocks and comments, line for line."""
+    text = page.read_text(encoding="utf-8")
+    for pattern in (_FENCE, re.compile(r"<!--.*?-->", re.S)):
+        text = pattern.sub(lambda match: "\n" * match[0].count("\n"), text)
+    return text
+
+
+# --- snippets run -----------------------------------------------------------------------------------------------------
+
+
+class Reader:
+    """Somebody who types a page from its top to its end, in an empty folder."""
+
+    def __init__(self, page: Path, folder: Path) -> None:
+        self.page = page
+        self.folder = folder
+        self.module = types.ModuleType("a_page_of_the_documentation")
+        self.ran = 0
+
+    def type_all(self) -> None:
+        for block in blocks(self.page):
+            if block.info == "signature":
+                continue
+            if block.title is not None:
+                (self.folder / block.title).write_text(block.text, encoding="utf-8")
+            elif block.language == "python":
+                self.python(block)
+            elif block.language == "console":
+                self.console(block)
+            elif block.language == "sql":
+                self.sql(block)
+
+    def python(self, block: Block) -> None:
+        if "own" in block.info.split():
+            self.module = types.ModuleType("a_page_of_the_documentation")
+        sys.modules[self.module.__name__] = self.module  # dataclasses look themselves up
+        code = compile("\n" * (block.line - 1) + block.text, str(self.page), "exec")
+        exec(code, self.module.__dict__)  # noqa: S102 - our own pages
+        self.ran += 1
+
+    def console(self, block: Block) -> None:
+        for command, expected in commands_of(block):
+            words = shlex.split(command, comments=True)
+            if words[0] == "python":
+                words[0] = sys.executable
+            elif words[0] == "agent-run-ledger" and words[1:2] != ["demo"]:  # the demo has tests of its own
+                words[:1] = [sys.executable, "-m", "agent_run_ledger"]
+            else:
+                check_without_running(words)
+                continue
+            self.ran += 1
+            done = subprocess.run(
+                words,
+                cwd=self.folder,
+                env=os.environ | {"PYTHONPATH": str(ROOT / "src"), "PYTHONWARNINGS": "error"},
+                capture_output=True,
+                text=True,
+                timeout=60,
+            )
+            said = done.stdout + ("Killed\n" if done.returncode == -9 else done.stderr)
+            assert agrees(said, expected), f"{name_of(self.page)}:{block.line}: {command}\n{said}"
+
+    def sql(self, block: Block) -> None:
+        """Each statement must give a row, on the ledger that the page made."""
+        with contextlib.closing(sqlite3.connect(f"file:{self.folder}/agent.db?mode=ro", uri=True)) as connection:
+            for statement in filter(str.strip, block.text.split(";")):
+                assert connection.execute(statement).fetchall(), f"{name_of(self.page)}:{block.line}: no rows"
+                self.ran += 1
+
+    def leave(self) -> None:
+        for value in list(vars(self.module).values()):
+            if isinstance(value, AgentRunLedger | RunLedger):
+                value.close()
+        sys.modules.pop(self.module.__name__, None)
+
+
+def commands_of(block: Block) -> Iterator[tuple[str, str]]:
+    """Each `$ command` of a console block, with the output that is shown for it."""
+    for part in re.split(r"^\$ ", block.text, flags=re.M)[1:]:
+        command, _, output = part.partition("\n")
+        while command.endswith("\\"):
+            more, _, output = output.partition("\n")
+            command = command[:-1] + more.strip()
+        yield command, output
+
+
+def agrees(said: str, shown: str) -> bool:
+    """Whether an output is what the page shows: line by line, where … stands for anything; nothing shown is anything."""
+    pattern = re.sub(r"\\?…\s*\n(?=.)", "…\n", shown.strip())
+    wanted = fnmatch.translate(re.sub(r"([*?\[])", r"[\1]", pattern).replace("…", "*"))
+    return not pattern or re.fullmatch(wanted, said.strip()) is not None
+
+
+def check_without_running(words: list[str]) -> None:
+    """What would leave the folder, or takes long, is only held to what exists."""
+    if words[0] == "make":
+        verbs = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M)
+        assert set(words[1:]) <= set(verbs), words
+    elif words[0] == "agent-run-ledger":
+        commands._parser().parse_args(words[1:])
+    else:
+        assert words[0] in ("git", "cd", "pip", "export"), words
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.is_file()], ids=name_of)
+def test_every_snippet_of_the_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("AGENT_RUN_LEDGER_DB", "agent.db")
+    reader = Reader(page, tmp_path)
+    try:
+        reader.type_all()
+    finally:
+        reader.leave()
+
+
+def test_there_is_something_to_run() -> None:
+    languages = [block.language for page in PAGES for block in blocks(page)]
+    assert languages.count("python") > 40
+    assert languages.count("console") > 8
+    assert set(languages) <= {"python", "console", "sql", "mermaid", "text", "json"}
+
+
+# --- the published programs -------------------------------------------------------------------------------------------
+
+
+class Interrupted(BaseException):
+    """The process ends here."""
+
+
+def program(contains: str) -> str:
+    (found,) = (block.text for block in blocks(TWO_PROGRAMS) if block.language == "python" and contains in block.text)
+    return found
+
+
+def test_the_published_pipeline_calls_its_first_step_once_and_its_second_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    calls: list[str] = []
+    ends: list[BaseException] = [Interrupted(), ConnectionError("the model is away")]
+
+    def api(company_id: str) -> dict[str, Any]:
+        calls.append("fetch")
+        return {"company": company_id}
+
+    def model(data: dict[str, Any]) -> str:
+        calls.append("synthesize")
+        if ends:
+            raise ends.pop(0)
+        return f"report on {data['company']}"
+
+    for error in (Interrupted, RuntimeError):
+        with pytest.raises(error):
+            run_published("RunLedger(", fetch_from_erp=api, ask_model=model)
+    assert calls == ["fetch", "synthesize", "synthesize"]
+    with pytest.warns(agent_run_ledger.UndeclaredEffectWarning) if False else contextlib.nullcontext():
+        assert run_published("RunLedger(", fetch_from_erp=api, ask_model=model)["result"] == "report on acme-corp"
+    assert run_published("RunLedger(", fetch_from_erp=api, ask_model=model)["result"] == "report on acme-corp"
+    assert calls == ["fetch", "synthesize", "synthesize", "synthesize"]
+
+
+def test_the_published_agent_loop_is_halted_at_the_fourth_equal_call_and_at_the_31st_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = run_published("AgentRunLedger(", close=False, fetch_invoice=lambda number: {"number": number, "total": 120})
+    ledger, run_id = names["ledger"], names["run_id"]
+    assert [record.tool_name for record in ledger.resume_run(run_id)] == ["fetch_invoice"]
+    calls: list[int] = []
+
+    def fails() -> None:
+        calls.append(1)
+        raise ValueError("no such invoice")
+
+    for _ in range(3):
+        with pytest.raises(RuntimeError):
+            ledger.execute_step(run_id, "fetch_invoice", {"invoice_id": "INV-1"}, fails)
+    with pytest.raises(RunawayLoopException):
+        ledger.execute_step(run_id, "fetch_invoice", {"invoice_id": "INV-1"}, fails)
+    assert len(calls) == 3
+    assert ledger.get_run(run_id).status == "DEAD_LETTER"
+    run_id = ledger.create_run(goal="Count")
+    for number in range(30):
+        ledger.execute_step(run_id, "count", {"number": number}, lambda number: number)
+    with pytest.raises(agent_run_ledger.BudgetExceededException):
+        ledger.execute_step(run_id, "count", {"number": 30}, lambda number: number)
+    ledger.close()
+
+
+def run_published(contains: str, *, close: bool = True, **functions: Any) -> dict[str, Any]:
+    names: dict[str, Any] = {**functions}
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), _undeclared_is_said():
+            exec(program(contains), names)  # noqa: S102 - our own page
+    finally:
+        if close:
+            names["ledger"].close()
+    return names
+
+
+@contextlib.contextmanager
+def _undeclared_is_said() -> Iterator[None]:
+    """The published programs declare no effects, so a second dispatch is warned of; here that is not the news."""
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", agent_run_ledger.UndeclaredEffectWarning)
+        yield
+
+
+# --- links ------------------------------------------------------------------------------------------------------------
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", prose(page), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", [page for page in EVERY_PAGE if page.is_file()], ids=name_of)
+def test_every_internal_link_of_the_page_leads_somewhere(page: Path) -> None:
+    broken = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+        if re.match(r"[a-z]+:", target):
+            continue
+        file, _, anchor = target.partition("#")
+        there = (page.parent / file).resolve() if file else page
+        if not there.exists() or (anchor and anchor not in anchors(there)):
+            broken.append(target)
+    assert broken == []
+
+
+def test_every_page_can_be_reached_from_the_readme() -> None:
+    reached: set[Path] = set()
+    waiting = [ROOT / "README.md"]
+    while waiting:
+        page = waiting.pop()
+        if page in reached or page.suffix != ".md" or not page.is_file():
+            continue
+        reached.add(page)
+        waiting += [(page.parent / target).resolve() for target in re.findall(r"\]\(([^)#\s]+)", prose(page))]
+    assert [name_of(page) for page in PAGES if page not in reached] == []
+
+
+# --- names ------------------------------------------------------------------------------------------------------------
+
+_FOREIGN = frozenset(
+    {"aexecute_step", "json", "sqlite3", "flock", "fsync", "threading", "urllib", "pydantic", "uv", "venv", "pip", "git"}
+    | {"make", "python", "synchronous", "asyncio", "strace", "libfaketime", "mypy", "typing", "max_retries", "tenacity"}
+    | {"openai", "OpenAI", "anthropic", "logging", "signal", "hashlib", "os", "kill", "pickle", "application_id"}
+    | {"user_version", "fullfsync", "integrity_check", "backup", "VACUUM", "docs", "src", "tests", "httpx", "requests"}
+) - {"aexecute_step"}
+"""Names of the world that the pages may speak of beside those of the package."""
+
+
+def known_names() -> set[str]:
+    """Every identifier of the package's code, and every word of its schema."""
+    known = {*dir(builtins), *keyword.kwlist, *keyword.softkwlist, *_FOREIGN}
+    for module in PACKAGE.rglob("*.py"):
+        known |= {*module.relative_to(PACKAGE).with_suffix("").parts}
+        for node in ast.walk(ast.parse(module.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                known.add(node.name)
+            elif isinstance(node, ast.arg | ast.keyword):
+                known.add(node.arg or "")
+            elif isinstance(node, ast.Name):
+                known.add(node.id)
+            elif isinstance(node, ast.Attribute):
+                known.add(node.attr)
+            elif isinstance(node, ast.alias):
+                known |= {*node.name.split(".")}
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.isidentifier():
+                known.add(node.value)
+    for script in PACKAGE.rglob("*.sql"):
+        known |= set(re.findall(r"\w+", script.read_text(encoding="utf-8")))
+    return known
+
+
+def snippet_names(page: Path) -> set[str]:
+    """What the page's own snippets define."""
+    return set(re.findall(r"\w+", " ".join(block.text for block in blocks(page))))
+
+
+_NAME = re.compile(r"@?[A-Za-z_][\w.]*(\([^`]*\))?|[a-z_]+=[\w.\"']*")
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.is_file()], ids=name_of)
+def test_the_page_speaks_of_no_name_that_does_not_exist(page: Path) -> None:
+    known = known_names() | snippet_names(page)
+    unknown = []
+    for span in re.findall(r"(?<!`)`([^`\n]+)`(?!`)", prose(page)):
+        if re.search(r"\.(md|py|db|sql|toml|txt|lock|owners|json|backup)\b|[/-]", span):
+            if "/" in span and span.endswith((".py", ".sql")) and not is_a_file(span):
+                unknown.append(span)
+        elif _NAME.fullmatch(span):
+            bare = re.sub(r"\"[^\"]*\"|'[^']*'", "", span)
+            unknown += [span for word in re.findall(r"[A-Za-z_]\w*", bare) if word not in known]
+    assert unknown == []
+
+
+def is_a_file(span: str) -> bool:
+    return any((folder / span).exists() for folder in (ROOT, ROOT / "src", PACKAGE))
+
+
+# --- what the code says -----------------------------------------------------------------------------------------------
+
+
+def generated() -> dict[str, Callable[[], str]]:
+    """What stands between `<!-- begin: name -->` and `<!-- end: name -->`, by name."""
+    return {
+        "state diagram": lambda: f"```mermaid\n{lifecycle.diagram()}\n```",
+        "lifecycle table": lifecycle_table,
+        "recovery table": recovery_table,
+        "modules": module_table,
+    }
+
+
+def lifecycle_table() -> str:
+    """δ as a table: a row a state, a column an event that moves anything."""
+    events = [event for event in Event if event is not Event.HEARTBEAT_EXPIRED]
+    lines = ["| event | " + " | ".join(str(state) for state in RunState if not state.is_terminal) + " |"]
+    lines.append("|---" * (1 + sum(not state.is_terminal for state in RunState)) + "|")
+    for event in events:
+        cells = [str(lifecycle.DELTA[state].get(event, "–")) for state in RunState if not state.is_terminal]
+        lines.append(f"| `{event}` | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+_WORDS = {
+    "dispatch": "dispatched again, with the stored arguments and the same key",
+    "dispatch_undeclared": "dispatched again, and said aloud: entry `redispatched_undeclared`, `UndeclaredEffectWarning`",
+    "park": "not dispatched: the run is parked as `BLOCKED`, `StepInDoubt` is raised",
+    "dead_letter": "not dispatched: the run is a `DEAD_LETTER`, `AttemptsExhausted` is raised",
+}
+
+
+def recovery_table() -> str:
+    """What `plan_recovery` answers for every kind of step that this version can meet."""
+    lines = ["| declared effect | in doubt | in doubt, attempts used up | failed, not acted upon | failed, attempts used up |"]
+    lines.append("|---|---|---|---|---|")
+    cases = [
+        ("`Effect.READ`", Declaration(Effect.READ)),
+        ("`Effect.IDEMPOTENT`", Declaration(Effect.IDEMPOTENT)),
+        ("`Effect.MUTATE`", Declaration(Effect.MUTATE)),
+        ("none (the default)", Declaration(None)),
+        ('none, `undeclared="block"`', Declaration(None, blocks_undeclared=True)),
+    ]
+    for words, declared in cases:
+        cells = []
+        for ok, attempts in itertools.product((None, "failed"), (1, declared.max_attempts)):
+            (action,) = plan_recovery([a_step(ok, attempts)], {"tool": declared}, {}, 0.0)
+            cells.append(_WORDS[action.kind])
+        lines.append(f"| {words} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def a_step(ok: str | None, attempts: int) -> StepHistory:
+    common = {"at": 0.0, "left": 0, "token": 1, "payload": "", "environment": "e", "step": 1, "tool": "tool", "key": ""}
+
+    def entry(seq: int, kind: str, attempt: int, **fields: Any) -> tuple[Row, dict[str, Any]]:
+        body = {**common, "attempt": attempt, **fields}
+        return Row(seq, kind, "1", attempt, b"", bytes(32), b"{}", bytes(32)), body
+
+    step = StepHistory(*entry(1, "intent", 1, step_state="RUNNING"))
+    for attempt in range(2, attempts + 1):
+        step.dispatched(*entry(attempt, "intent", attempt, step_state="RUNNING"))
+    if ok is not None:
+        step.settled(*entry(9, "outcome", attempts, ok=ok, step_state="FAILED"))
+        assert isinstance(step.outcome, Outcome)
+    return step
+
+
+def module_table() -> str:
+    """Every module with the first line of its docstring, floor by floor."""
+    floors = [
+        ("0 words", ["errors.py", "model.py", "contract.py"]),
+        ("1 rules", ["rules", "merkle.py"]),
+        ("2 engine", ["engine"]),
+        ("2 stores", ["stores"]),
+        ("3 drivers", ["drivers"]),
+        ("4 faces", ["ledger.py", "pipeline.py", "testing.py"]),
+        ("5 edges", ["cli", "demo", "__main__.py"]),
+        ("the front door", ["__init__.py"]),
+    ]
+    lines = ["| floor | module | responsibility |", "|---|---|---|"]
+    seen = set()
+    for floor, rooms in floors:
+        for room in rooms:
+            paths = [PACKAGE / room] if room.endswith(".py") else sorted((PACKAGE / room).rglob("*.py"))
+            for path in paths:
+                seen.add(path)
+                said = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+                if path.name == "__init__.py" and not said:
+                    continue
+                first = " ".join(said.partition("\n\n")[0].split())
+                lines.append(f"| {floor} | `{path.relative_to(PACKAGE).as_posix()}` | {first} |")
+    assert seen == set(PACKAGE.rglob("*.py"))
+    return "\n".join(lines)
+
+
+def signature(path: str) -> str:
+    """The signature of a public name, with one parameter a line where it is long."""
+    module, _, rest = path.partition(":")
+    target: Any = importlib.import_module(f"agent_run_ledger.{module}" if rest else "agent_run_ledger")
+    for name in (rest or path).split("."):
+        target = getattr(target, name)
+    described = inspect.signature(target)
+    parameters = [each for each in described.parameters.values() if each.name != "self"]
+    shown = str(described.replace(parameters=parameters)).replace("'", "")
+    shown = re.sub(r"<\w+\.(\w+): (\w+)>", r"\1.\2", shown)
+    shown = re.sub(r"= ([a-z]+)(?=[,)])", lambda m: f'= "{m[1]}"' if m[1] not in ("None", "True", "False") else m[0], shown)
+    shown = shown.replace("= :memory:", '= ":memory:"').replace("= runs.db", '= "runs.db"').replace("by: str = ,", 'by: str = "",')
+    shown = shown.replace("reason: str = )", 'reason: str = "")')
+    shown = shown.replace("-> AgentRunLedger", "").replace("-> None", "-> None")
+    if isinstance(target, type):
+        shown = shown.removesuffix(" -> None")
+    name = rest or path
+    if len(name + shown) <= 110:
+        return name + shown
+    inner, _, tail = shown[1:].rpartition(")")
+    parts = re.split(r", (?=[\w*]+(?::|=|,|$)|\*,|\*)", inner)
+    return f"{name}(\n" + "".join(f"    {part},\n" for part in parts).replace("*,,", "*,") + f"){tail}"
+
+
+def rewritten(page: Path, text: str) -> str:
+    """The page as it should be."""
+    for name, make in generated().items():
+        pattern = re.compile(rf"(<!-- begin: {name} -->\n).*?(\n<!-- end: {name} -->)", re.S)
+        text = pattern.sub(lambda match, make=make: match[1] + make() + match[2], text)  # type: ignore[misc]
+    text = re.sub(
+        r"(<!-- signature: ([^ ]+) -->\n)```python signature\n.*?```",
+        lambda match: f"{match[1]}```python signature\n{signature(match[2])}\n```",
+        text,
+        flags=re.S,
+    )
+    if page == ERRORS:
+        text = re.sub(
+            r"^(### (\w+)\n\n)(?:> [^\n]*\n|>\n)*",
+            lambda match: match[1] + quoted(inspect.cleandoc(getattr(errors, match[2]).__doc__)),
+            text,
+            flags=re.M,
+        )
+    return text
+
+
+def quoted(docstring: str) -> str:
+    return "".join(f"> {line}".rstrip() + "\n" for line in docstring.replace("``", "`").splitlines())
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.is_file()], ids=name_of)
+def test_the_generated_parts_of_the_page_are_what_the_code_says(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert text == rewritten(page, text), f"{name_of(page)} is stale: run `python tests/test_docs.py`"
+
+
+def test_everything_that_is_generated_stands_on_some_page() -> None:
+    text = "".join(page.read_text(encoding="utf-8") for page in PAGES)
+    assert [name for name in generated() if f"<!-- begin: {name} -->" not in text] == []
+
+
+def test_the_reference_has_every_public_name() -> None:
+    text = PYTHON_API.read_text(encoding="utf-8") + ERRORS.read_text(encoding="utf-8")
+    assert [name for name in agent_run_ledger.__all__ if f"`{name}`" not in text and f"### {name}\n" not in text] == []
+
+
+def test_every_error_and_warning_is_explained() -> None:
+    classes = [
+        name
+        for name, value in vars(errors).items()
+        if isinstance(value, type) and issubclass(value, LedgerError | Warning) and value.__name__ == name
+    ]
+    sections = re.findall(r"^### (\w+)\n(.*?)(?=^##|\Z)", ERRORS.read_text(encoding="utf-8"), re.M | re.S)
+    assert [name for name, _ in sections] == classes
+    bare = [name for name, text in sections if not re.search(r"\*\*(Do|Next)", text)]
+    assert bare == [], "each says what to do"
+
+
+# --- entries and schema -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def rich(tmp_path: Path) -> Path:
+    """A ledger in which every kind of entry occurs."""
+    path = tmp_path / "agent.db"
+    clock = FakeClock()
+    options: dict[str, Any] = {"clock": clock, "heartbeat_seconds": 29.0}
+    with AgentRunLedger(path, max_steps=8, loop_threshold=3, **options) as ledger, _undeclared_is_said():
+        fill(ledger)
+    with RunLedger("pipeline", path, **options) as pipeline:
+        pipeline.step("one")(lambda given: given)
+        pipeline.step("two", depends_on=["one"])(lambda one: one)
+        pipeline.execute(given=1)
+    return path
+
+
+def fill(ledger: AgentRunLedger) -> None:
+    flaky = iter([ConnectionResetError("gone"), None])
+
+    def fails() -> None:
+        raise ValueError("no such invoice")
+
+    def fails_once() -> str:
+        if (error := next(flaky)) is not None:
+            raise error
+        return "there"
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    def unstorable() -> object:
+        return object()
+
+    def step(run_id: str, tool: str, function: Callable[[], object], **options: Any) -> None:
+        with contextlib.suppress(LedgerError, KeyboardInterrupt):
+            ledger.execute_step(run_id, tool, {"tool": tool}, function, **options)
+
+    with ledger.open_run("everything", "one") as run:
+        run.now(), run.random(), run.uuid4()
+        step("one", "read", lambda: "x", effect=Effect.READ)
+        step("one", "large", lambda: "y" * 70_000)
+        step("one", "flaky", fails_once, retry=RetryPolicy())
+        step("one", "poll", lambda: "again", may_repeat=True)
+        step("one", "unstorable", unstorable)
+        step("one", "interrupted", interrupted)
+        step("one", "after", lambda: "after")
+        run.result = {"$looks": "like a tag"}
+    with contextlib.suppress(KeyError), ledger.open_run("parked", "parked"):
+        raise KeyError("x")
+    for name in ("loop", "spent", "aborted", "cancelled", "asked", "undeclared", "doubt", "exhausted"):
+        ledger.create_run(name, name)
+    for _ in range(4):
+        step("loop", "same", fails)
+    for number in range(9):
+        step("spent", f"tool {number}", lambda: 1)
+    ledger.abort_run("aborted", "no reason")
+    ledger.cancel("cancelled", by="ann", reason="enough")
+    step("asked", "asks for the end", lambda: ledger.cancel("asked"))
+    for run_id, effect in (("undeclared", None), ("doubt", Effect.MUTATE)):
+        step(run_id, "interrupted", interrupted, effect=effect)
+        ledger.create_run(run_id, run_id)
+        step(run_id, "interrupted", interrupted, effect=effect)
+    for _ in range(5):
+        step("exhausted", "fails", fails)
+        with contextlib.suppress(LedgerError):
+            ledger.create_run("exhausted", "exhausted")
+
+
+def verifier() -> Callable[[str], list[str]]:
+    """The verifier that the page shows, as its reader would type it."""
+    (block,) = (block for block in blocks(SCHEMA) if block.language == "python" and "def verify(" in block.text)
+    names: dict[str, Any] = {}
+    exec(compile("\n" * (block.line - 1) + block.text, str(SCHEMA), "exec"), names)  # noqa: S102 - our own page
+    imported = {node.names[0].name for node in ast.walk(ast.parse(block.text)) if isinstance(node, ast.Import)}
+    assert imported == {"hashlib", "json", "sqlite3"}
+    found: Callable[[str], list[str]] = names["verify"]
+    return found
+
+
+def test_a_verifier_written_after_the_page_agrees_with_a_whole_ledger(rich: Path) -> None:
+    assert verifier()(str(rich)) == []
+
+
+@pytest.mark.parametrize(
+    ("trigger", "damage"),
+    [
+        ("entries_are_never_changed", "UPDATE entries SET body = replace(body, '\"step\":1', '\"step\":7') WHERE seq = 5"),
+        ("entries_are_never_changed", "UPDATE entries SET payload = '{\"tool\":\"other\"}' WHERE kind = 'intent' AND seq < 9"),
+        ("entries_are_never_changed", "UPDATE entries SET roots = zeroblob(32) WHERE seq = 1"),
+        ("entries_are_never_changed", "UPDATE entries SET fingerprint = zeroblob(32) WHERE kind = 'intent'"),
+        ("entries_are_never_deleted", "DELETE FROM entries WHERE seq = 2"),
+        ("payloads_are_never_changed", "UPDATE payloads SET bytes = '\"z\"'"),
+        ("secrets_are_never_changed", "UPDATE secrets SET secret = zeroblob(32)"),
+    ],
+)
+def test_a_verifier_written_after_the_page_finds_what_was_changed(trigger: str, damage: str, rich: Path) -> None:
+    with contextlib.closing(sqlite3.connect(rich)) as connection, connection:
+        connection.execute(f"DROP TRIGGER {trigger}")
+        assert connection.execute(damage).rowcount > 0
+    assert verifier()(str(rich)) != []
+
+
+def test_every_kind_of_entry_and_every_field_of_its_body_is_described(rich: Path) -> None:
+    text = SCHEMA.read_text(encoding="utf-8")
+    always = set(re.findall(r"^\| `(\w+)`", section(text, "Fields of every body"), re.M))
+    described = {
+        kind: set(re.findall(r"`(\w+)`", fields)) | always
+        for kind, fields in re.findall(r"^\| `(\w+)` \|[^|]*\|([^|]*)\|", section(text, "Kinds of entries"), re.M)
+    }
+    found: dict[str, set[str]] = {}
+    with contextlib.closing(sqlite3.connect(rich)) as connection:
+        for kind, body in connection.execute("SELECT kind, body FROM entries"):
+            found.setdefault(kind, set()).update(json.loads(body))
+    assert found.keys() == described.keys()
+    missing = {kind: found[kind] - described[kind] for kind in found if found[kind] - described[kind]}
+    invented = {kind: described[kind] - always - found[kind] for kind in found if described[kind] - always - found[kind]}
+    assert (missing, invented) == ({}, {})
+
+
+def test_every_column_of_every_table_and_view_is_described(rich: Path) -> None:
+    text = SCHEMA.read_text(encoding="utf-8")
+    with contextlib.closing(sqlite3.connect(rich)) as connection:
+        for name, kind in connection.execute("SELECT name, type FROM sqlite_master WHERE type IN ('table', 'view')"):
+            columns = [column for _, column, *_ in connection.execute(f"PRAGMA table_info({name})")]
+            if kind == "table":
+                assert re.findall(r"^\| `(\w+)`", section(text, f"Table {name}"), re.M) == columns, name
+            elif f"### View {name}\n" in text:
+                assert re.findall(r"`(\w+)`", section(text, f"View {name}").partition("\n\n")[0]) == columns, name
+    assert {"agent_runs", "run_steps", "agent_step_journal"} == set(re.findall(r"^### View (\w+)", text, re.M))
+
+
+def section(text: str, heading: str) -> str:
+    found = re.search(rf"^(#+) {re.escape(heading)}\n+(.*?)(?=^#|\Z)", text, re.M | re.S)
+    assert found, f"there is no section {heading!r}"
+    return found[2]
+
+
+def test_the_numbers_on_the_page_are_those_of_the_code() -> None:
+    from agent_run_ledger.rules.canonical import MAX_NESTING
+    from agent_run_ledger.rules.names import MAX_BYTES
+    from agent_run_ledger.stores.schema import APPLICATION_ID, SCHEMA_VERSION
+    from agent_run_ledger.stores.sqlite import LARGE_PAYLOAD_BYTES
+
+    text = SCHEMA.read_text(encoding="utf-8")
+    assert f"0x{APPLICATION_ID:X}" in text
+    assert f"`user_version` is {SCHEMA_VERSION}" in text
+    assert f"{LARGE_PAYLOAD_BYTES // 1024} KiB" in text
+    limits = (DOCS / "explanation" / "limits.md").read_text(encoding="utf-8")
+    assert f"{MAX_NESTING} containers" in limits
+    assert f"{MAX_BYTES} bytes" in limits
+    assert "16 MiB" in limits
+
+
+# --- the page on deaths -----------------------------------------------------------------------------------------------
+
+
+def test_a_mutating_step_in_doubt_parks_and_is_not_dispatched_again() -> None:
+    """The sentence of the limits page that costs its readers most."""
+    store = MemoryStore(clock=FakeClock())
+    calls: list[int] = []
+
+    def pays() -> None:
+        calls.append(1)
+        raise KeyboardInterrupt
+
+    ledger = AgentRunLedger(store, heartbeat_seconds=29.0)
+    ledger.create_run("pay", "r")
+    with pytest.raises(KeyboardInterrupt):
+        ledger.execute_step("r", "pay", {}, pays, effect=Effect.MUTATE)
+    for _ in range(2):
+        ledger.create_run("pay", "r")
+        with pytest.raises(StepInDoubt):
+            ledger.execute_step("r", "pay", {}, pays, effect=Effect.MUTATE)
+    assert (len(calls), ledger.get_run("r").status) == (1, "BLOCKED")
+    ledger.close()
+
+
+def write() -> None:
+    """Write the generated parts of every page anew."""
+    parser = argparse.ArgumentParser(description=write.__doc__)
+    parser.parse_args()
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        if (new := rewritten(page, text)) != text:
+            page.write_text(new, encoding="utf-8")
+            sys.stdout.write(f"{name_of(page)}\n")
+
+
+if __name__ == "__main__":
+    write()
