@@ -21,6 +21,7 @@ from agent_run_ledger import (
     AgentRunLedger,
     Effect,
     RunRecord,
+    RunState,
     StepFailed,
     StepRecord,
     UndeclaredEffectWarning,
@@ -446,6 +447,14 @@ def test_doctor_looks_at_machine_file_and_runs(shell: Shell, db: Path) -> None:
 )
 def test_doctor_knows_which_sqlite_has_the_wal_reset_bug(version: tuple[int, int, int], has_bug: bool) -> None:
     assert has_wal_reset_bug(version) is has_bug
+
+
+def test_the_reference_names_every_check_and_key(shell: Shell, db: Path) -> None:
+    reference = (SOURCE.parent / "docs" / "reference" / "command-line.md").read_text(encoding="utf-8")
+    checks = json.loads(shell("--db", db, "doctor", "--json")[1])["checks"]
+    shown = json.loads(shell("--db", db, "show", "october", "--json")[1])
+    for name in [*(check["name"] for check in checks), *shown, *RunState]:
+        assert f"`{name}`" in reference
 
 
 # --- terminals --------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import sqlite3
 import subprocess
@@ -141,6 +142,28 @@ def test_the_kept_ledger_is_an_ordinary_one(figures: dict[str, Any], capsys: pyt
     steps = json.loads(capsys.readouterr().out)["steps"]
     assert [step["step_number"] for step in steps] == list(range(1, 46))
     assert [step["step_number"] for step in steps if step["attempts"] == 2] == [38]
+
+
+def test_a_finished_agent_that_is_started_again_calls_nobody(figures: dict[str, Any], folder: Path) -> None:
+    calls = (folder / "calls.log").read_text().count('"tool"')
+    places = ("--ledger", figures["ledger"], "--data", str(folder / "data"), "--witness", str(folder / "calls.log"))
+    again = subprocess.run(
+        [sys.executable, "-m", "agent_run_ledger.demo.agent", *places, "--service", "http://127.0.0.1:1"],
+        env=NO_MODEL | {"PYTHONPATH": str(SOURCE)},
+        capture_output=True,
+        text=True,
+        timeout=MOST_SECONDS,
+        check=False,
+    )
+    assert (again.returncode, again.stderr) == (0, "")
+    assert [json.loads(line)["is_replayed"] for line in again.stdout.splitlines()] == [True] * 45
+    assert (folder / "calls.log").read_text().count('"tool"') == calls
+
+
+def test_the_reference_names_every_figure(figures: dict[str, Any]) -> None:
+    reference = (SOURCE.parent / "docs" / "reference" / "command-line.md").read_text(encoding="utf-8")
+    paragraph = reference[reference.index("`demo --json` prints") :]
+    assert set(re.findall(r"`(\w+)`", paragraph)) == {*figures, "promise", "held"}
 
 
 def test_the_demo_leaves_no_process_behind(figures: dict[str, Any], folder: Path) -> None:

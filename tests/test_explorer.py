@@ -248,7 +248,6 @@ def a_step_that_must_not_happen_twice(life: Life) -> Any:
     except StepInDoubt:
         (paid,) = [step for step in life.log().positions.values() if step.tool == "pay"]
         assert paid.outcome is None
-        assert life.number > 0
         assert status(life) == "BLOCKED"
         return "in doubt"
     return status(life)
@@ -276,7 +275,6 @@ def undeclared_steps_that_block(life: Life) -> Any:
         life.step("think", 1)
         life.ledger.finish_run(RUN)
     except StepInDoubt:
-        assert life.number > 0
         assert status(life) == "BLOCKED"
         return "in doubt"
     return status(life)
@@ -441,4 +439,25 @@ def test_whatever_write_finds_the_disk_full_the_same_process_goes_on_once_there_
             except StoreFull:
                 result = explorer.program(life)
             assert result == explorer.expected, f"the disk was full at append {full_at}"
+        explorer.finish(world)
+
+
+INSTANTS = ("Commit", "Invoke", "GiveBack", "Warn")
+"""Effects around which a program spends no time of its own: what is interrupted is a write, a wait or a function."""
+
+
+@pytest.mark.parametrize("name", FLOWS)
+def test_a_program_interrupted_in_any_write_wait_or_function_can_begin_again_in_the_same_process(name: str) -> None:
+    explorer = Explorer(name, None)
+    for tick, place in enumerate(explorer.ticks, 1):
+        if place.endswith(INSTANTS):
+            continue
+        world = explorer.world()
+        with world.life(interrupt_at=tick) as life:
+            try:
+                result = explorer.program(life)
+            except KeyboardInterrupt:
+                result = explorer.program(life)
+            may_park = name in MAY_PARK and result == "in doubt"
+            assert may_park or result == explorer.expected, f"interrupted at tick {tick} of {explorer.ticks}"
         explorer.finish(world)

@@ -679,7 +679,7 @@ def test_ids_that_nobody_names_are_new_each_time(bench: Bench) -> None:
         lambda ledger: ledger.verify("unknown"),
         lambda ledger: ledger.execute_step("unknown", "t", {}, never),
     ],
-    ids="get steps resume finish abort cancel head verify execute".split(),
+    ids=["get", "steps", "resume", "finish", "abort", "cancel", "head", "verify", "execute"],
 )
 def test_a_run_that_nobody_knows_is_not_found(bench: Bench, call: Any) -> None:
     with pytest.raises(RunNotFound, match="unknown") as caught:

@@ -62,9 +62,11 @@ class World:
         return SqliteStore(self._folder / "runs.db", durability="process", clock=self.clock)
 
     @contextmanager
-    def life(self, die_at: int | None = None, full_at: int | None = None) -> Iterator[Life]:
+    def life(
+        self, die_at: int | None = None, full_at: int | None = None, interrupt_at: int | None = None
+    ) -> Iterator[Life]:
         """One process, from its start until it ends or dies. A `Crash` goes no further than this block."""
-        life = Life(self, die_at, full_at)
+        life = Life(self, die_at, full_at, interrupt_at)
         try:
             yield life
         except Crash:
@@ -79,14 +81,18 @@ class World:
 
 
 class Life:
-    """One process with one ledger, `ledger` for face B. It dies at its `die_at`-th tick; its `full_at`-th append finds no room."""
+    """One process with one ledger, `ledger` for face B.
 
-    def __init__(self, world: World, die_at: int | None, full_at: int | None) -> None:
+    It dies at its `die_at`-th tick, is interrupted at its `interrupt_at`-th, and finds no room for its `full_at`-th append.
+    """
+
+    def __init__(self, world: World, die_at: int | None, full_at: int | None, interrupt_at: int | None) -> None:
         self.world = world
         self.number = world.lives
         world.lives += 1
         self.die_at = die_at
         self.full_at = full_at
+        self.interrupt_at = interrupt_at
         self.appends = 0
         self.calls_again = False
         """Whether a step that the full disk refused is called again at once; else its program begins again."""
@@ -115,6 +121,8 @@ class Life:
         if self.is_dead:
             raise Crash
         self.ticks.append(place)
+        if len(self.ticks) == self.interrupt_at:
+            raise KeyboardInterrupt
         if len(self.ticks) == self.die_at:
             self.is_dead = True
             raise Crash
@@ -142,6 +150,10 @@ class Life:
         def call(given: Any) -> Any:
             context = current_step()
             self._expect_intent(context.idempotency_key, context.attempt)
+            try:
+                self.expect_live_equals_stored()
+            except AssertionError as error:
+                self.world.broken.append(f"the live run is not the stored one: {error}")
             self.tick(f"in {name}, before its effect")
             seen = Seen(
                 self.number, name, context.idempotency_key, context.attempt, repr(given), self.world.clock.now()
@@ -166,9 +178,11 @@ class Life:
             self.expect_live_equals_stored()
 
     def expect_live_equals_stored(self) -> None:
-        run = self.ledger._leases.run(RUN)
-        if not self.is_dead and run.is_held:
-            assert facts(run.history) == facts(self.log())
+        """Whoever holds the run knows of it what the store says, no more and no less."""
+        for ledger in self._ledgers:
+            run = ledger._leases.run(RUN)
+            if not self.is_dead and run.is_held:
+                assert facts(run.history) == facts(self.log())
 
     def _expect_intent(self, key: str, attempt: int) -> None:
         last: Row = self.store.read(RUN)[-1]
@@ -230,7 +244,7 @@ def facts(history: Any) -> Any:
     """All that a history says, as plain data: two of them can be compared."""
     if isinstance(history, dict):
         return {key: facts(value) for key, value in history.items()}
-    if isinstance(history, list | tuple):
+    if isinstance(history, list):
         return [facts(value) for value in history]
     slots = [name for kind in type(history).__mro__ for name in getattr(kind, "__slots__", ())]
     if not type(history).__module__.startswith("agent_run_ledger.engine"):

@@ -161,8 +161,11 @@ def _demo(given: argparse.Namespace) -> int:
     except (ModelSettings, FolderUnusable) as error:
         raise UsageError(str(error)) from None
     except DemoFailed as error:
+        progress.clear()
         sys.stderr.write(f"agent-run-ledger: the demo could not be played: {plain(str(error))}\n")
         return PROBLEM
+    finally:
+        progress.clear()
     print(as_json(figures) if given.json else page(figures))
     return OK if figures["ok"] else PROBLEM
 

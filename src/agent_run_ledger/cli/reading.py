@@ -101,13 +101,13 @@ class Reading:
         return ledger.verify(run_id)
 
     def owner_is_seen(self, owner: str | None) -> bool:
-        """Whether a process that can be seen from here holds the lock of this owner.
+        """Whether a process that can be seen from here holds the lock of this owner; where nothing can be seen, whether there is one.
 
         The kernel's list is read. To try the lock would tell more, and could make a program that takes the run over at that moment
         believe that somebody has it.
         """
-        if owner is None:
-            return False
+        if owner is None or self._locked is None:
+            return owner is not None
         folder = os.path.realpath(self.path) + ".owners"
         for name in (owner, "sha256_" + hashlib.sha256(owner.encode(errors="surrogatepass")).hexdigest()):
             try:
@@ -119,8 +119,8 @@ class Reading:
         return False
 
     @cached_property
-    def _locked(self) -> set[str]:
-        """The inodes of files that somebody has locked whole."""
+    def _locked(self) -> set[str] | None:
+        """The inodes of files that somebody has locked whole; None where the kernel keeps no list."""
         try:
             with open(
                 "/proc/locks", encoding="ascii"
@@ -129,7 +129,7 @@ class Reading:
                     line.split()[5].rpartition(":")[2] for line in locks if " FLOCK " in line and " -> " not in line
                 }
         except (OSError, IndexError):
-            return set()
+            return None
 
     def is_waiting(self, record: RunRecord) -> bool:
         """Whether a run goes on as soon as its program runs again: it has not ended, and nobody seems to work on it."""

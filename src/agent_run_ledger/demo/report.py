@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import Any
 
 from agent_run_ledger.cli.terminal import plain, took
@@ -40,7 +41,7 @@ def page(figures: dict[str, Any]) -> str:
     lines += ["", "Promises:"]
     lines += [f"  {'held  ' if each['held'] else 'BROKEN'}  {each['promise']}" for each in figures["promises"]]
     if figures["ledger"] is not None:
-        path = plain(figures["ledger"])
+        path = plain(shlex.quote(figures["ledger"]))
         lines += ["", f"Look at it: python -m agent_run_ledger --db {path} show {figures['run']['run_id']}"]
     lines += ["", f"{took(figures['seconds'])} in all."]
     return "\n".join(lines)

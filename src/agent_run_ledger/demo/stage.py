@@ -304,7 +304,7 @@ def _figures(
         run, looping = ledger.run(RUN_ID), ledger.run(RUNAWAY_RUN_ID)
         steps = ledger.steps(RUN_ID).records
         report = ledger.verify(None, stage.progress.show)
-    with closing(sqlite3.connect(f"file:{stage.books}?mode=ro", uri=True)) as books:
+    with closing(sqlite3.connect(stage.books)) as books:
         booked = books.execute("SELECT count(*), count(DISTINCT invoice) FROM entries").fetchone()
         posts = books.execute("SELECT key, note FROM requests WHERE method = 'POST' ORDER BY id").fetchall()
         (fetches,) = books.execute("SELECT count(*) FROM requests WHERE method = 'GET'").fetchone()

@@ -196,6 +196,12 @@ class Leases:
         run.in_flight = None
         run.owed = []
 
+    def doubt(self, run: HeldRun) -> None:
+        """A write was interrupted, and what of it is in the log is not known: the run is read anew before its next entry."""
+        if run.in_flight is not None:
+            run.leave(run.in_flight)
+        run.is_held = False
+
     def give_back(self, run: HeldRun, note: str | None = None) -> None:
         """Let go of the run, so that anybody may claim it at once."""
         with run.lock:

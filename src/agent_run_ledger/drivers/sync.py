@@ -79,17 +79,22 @@ class SyncDriver:
         """Append and take in; False where somebody has asked something of the run meanwhile, so decide again."""
         try:
             written = self._store.append(run.run_id, run.token, run.inbox, [row for row, _ in sealed], synced=synced)
+            if written:
+                run.absorb(sealed)
         except LeaseLost:
             self._leases.lost(run)
             raise
         except StoreError:
-            if any(row.kind == "outcome" for row, _ in sealed):
+            # Only what the function has done is owed. An outcome that goes before another step's intent is decided anew with it.
+            step = run.in_flight
+            if step is not None and any(row.kind == "outcome" and row.position == step.position for row, _ in sealed):
                 run.owed = sealed
                 run.in_flight = None
             raise
-        if written:
-            run.absorb(sealed)
-        else:
+        except BaseException:
+            self._leases.doubt(run)
+            raise
+        if not written:
             self._leases.fetch_requests(run)
         return written
 

@@ -255,7 +255,7 @@ def _intent(
     if call.options.effect is not None:
         fields["effect"] = call.options.effect
     if call.after:
-        fields["after"] = call.after
+        fields["after"] = list(call.after)  # as it will be read
     fingerprint = digests.fingerprint(call.tool, digest)
     return Draft("intent", Event.START_STEP, fields, stored, position, attempt, digest, salted, fingerprint)
 
@@ -309,28 +309,27 @@ def _wait_to_retry(run: LiveRun, call: Call, step: StepHistory, until: float) ->
 
 def _attempt(run: LiveRun, call: Call, step: StepHistory) -> Flow[BaseException | None]:
     """Dispatch once and write the outcome. Returns the function's exception, for the caller's traceback."""
-    arguments = canonical.decode(step.arguments) if call.passes_arguments and step.arguments is not None else {}
-    for name, annotation in call.parameters.items():
-        if name in arguments:
-            arguments[name] = canonical.rebuild(annotation, arguments[name])
     token = run.token
     try:
+        arguments = canonical.decode(step.arguments) if call.passes_arguments and step.arguments is not None else {}
+        for name, annotation in call.parameters.items():
+            if name in arguments:
+                arguments[name] = canonical.rebuild(annotation, arguments[name])
         if step.redispatched == step.attempts:
             yield Warn(UndeclaredEffectWarning, _DISPATCHED_AGAIN.format(tool=call.tool))  # may be made an error by the program
         result: Result = yield Invoke(run, step, call.function, arguments)
-    except BaseException:  # the driver itself was stopped, or the lease was gone before the function was called
+        error = result.error
+        if error is None:
+            draft = _returned(run, call, step, result.value)
+        elif isinstance(error, Exception):
+            if failures.is_ambiguous(error) and _must_not_repeat(run, _effect(call, step)):
+                yield Commit(run, partial(_park_ambiguous, step, error), token)
+            draft = _error(run, call, step, "failed", error)
+        else:  # a cancellation is no outcome: it goes on its way, and the step is in doubt
+            raise error
+    except BaseException:  # also where the driver was stopped, the lease was gone, or a park could not be written
         run.leave(step)
         raise
-    error = result.error
-    if error is None:
-        draft = _returned(run, call, step, result.value)
-    elif isinstance(error, Exception):
-        if failures.is_ambiguous(error) and _must_not_repeat(run, _effect(call, step)):
-            yield Commit(run, partial(_park_ambiguous, step, error), token)
-        draft = _error(run, call, step, "failed", error)
-    else:  # a cancellation is no outcome: it goes on its way, and the step is in doubt
-        run.leave(step)
-        raise error
     try:
         yield Commit(run, partial(_settle, call, draft, error), token)
     except StoreError:

@@ -1,0 +1,337 @@
+"""`verify` names every line that somebody changed, dropped, moved or added behind the ledger's back."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agent_run_ledger import AgentRunLedger, Effect, Finding, RetryPolicy, StepFailed, VerificationReport
+from support.ledgers import KINDS, Bench, Died, Tool, raising, raw
+
+RUN = "audited"
+OTHER = "another"
+
+
+def every_kind_of_entry(bench: Bench) -> None:
+    """Runs that hold one of each: steps of every outcome, retries, values, a large payload, a cancellation, a park, an end."""
+    ledger = bench.open(loop_threshold=2)
+    with ledger.open_run("audit", RUN) as run:
+        run.now()
+        run.step("a", {"n": 1}, lambda n: {"text": "ä", "n": n}, effect=Effect.READ)
+        run.step("large", {"n": 2}, lambda: "x" * 70_000)
+        with pytest.raises(StepFailed):
+            run.step("b", {}, raising(ValueError("no")), retry=RetryPolicy(max_attempts=2, base=0.0))
+        with pytest.raises(KeyboardInterrupt):
+            run.step("c", {}, raising(KeyboardInterrupt()), effect=Effect.READ)
+        run.step("d", {}, lambda: None)
+    ledger.create_run("cancelled", OTHER)
+    ledger.execute_step(OTHER, "t", {}, lambda: bench.open().cancel(OTHER, by="ann"))
+    for run_id in ("parked", "looping", "aborted"):
+        ledger.create_run(run_id, run_id)
+    with pytest.raises(RuntimeError):
+        for _ in range(3):
+            ledger.execute_step("looping", "t", {}, lambda: 1)
+    ledger.abort_run("aborted", "why")
+    ledger.execute_step("parked", "t", {}, lambda: 1)
+    with pytest.raises(Died), bench.open().open_run("open", "open") as run:
+        run.step("t", {}, raising(Died()))
+    with bench.open().open_run("open", "open") as run:
+        run.step("t", {}, Tool("done"), effect=Effect.READ)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_clean_ledger_has_no_finding(tmp_path: Path, kind: str) -> None:
+    with Bench(kind, tmp_path) as bench:
+        every_kind_of_entry(bench)
+        ledger = bench.open()
+        entries = {run.run_id: len(bench.rows(run.run_id)) for run in ledger.runs()}
+        assert ledger.verify() == VerificationReport(ok=True, findings=[], entries=sum(entries.values()), runs=len(entries))
+        for run_id, size in entries.items():
+            assert ledger.verify(run_id) == VerificationReport(ok=True, findings=[], entries=size, runs=1)
+
+
+def test_an_empty_ledger_has_no_finding(tmp_path: Path) -> None:
+    with Bench("sqlite", tmp_path) as bench:
+        assert bench.open().verify() == VerificationReport(ok=True, findings=[], entries=0, runs=0)
+
+
+# --- tampering --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    with Bench("sqlite", tmp_path) as opened:
+        every_kind_of_entry(opened)
+        yield opened
+
+
+def findings(bench: Bench, run_id: str | None = None) -> list[Finding]:
+    with AgentRunLedger(bench.path, clock=bench.clock) as ledger:
+        report = ledger.verify(run_id)
+    assert report.ok == (not report.findings)
+    return report.findings
+
+
+def tamper(bench: Bench, statement: str, *parameters: Any) -> None:
+    with raw(bench.path, without_triggers=True) as connection:
+        assert connection.execute(statement, parameters).rowcount != 0, "nothing was changed"
+
+
+def forged(column: str, old: Any) -> Any:
+    """Another value of the same kind."""
+    if isinstance(old, bytes):
+        return bytes([old[0] ^ 1]) + old[1:]
+    if isinstance(old, str):
+        return old + "x"
+    if isinstance(old, int | float):
+        return old + 1
+    return {"attempt": 1, "position": "9", "encoding": "zlib"}.get(column, b"\x01" * 32)
+
+
+def entries_of(bench: Bench) -> list[sqlite3.Row]:
+    with raw(bench.path) as connection:
+        return connection.execute("SELECT * FROM entries WHERE run_id = ? ORDER BY seq", (RUN,)).fetchall()
+
+
+COLUMNS = ["kind", "position", "attempt", "body", "roots", "digest", "fingerprint", "encoding", "payload"]
+
+
+def test_the_columns_that_are_tampered_with_below_are_all_there_are(bench: Bench) -> None:
+    assert set(entries_of(bench)[0].keys()) == {"run_id", "seq", *COLUMNS}
+
+
+@pytest.mark.parametrize("column", COLUMNS)
+def test_a_change_of_any_column_of_any_entry_is_found_and_named(bench: Bench, column: str) -> None:
+    for entry in entries_of(bench):
+        new = forged(column, entry[column])
+        statement = f"UPDATE entries SET {column} = ? WHERE run_id = ? AND seq = ?"
+        tamper(bench, statement, new, RUN, entry["seq"])
+        found = findings(bench)
+        assert (RUN, entry["seq"]) in {(finding.run_id, finding.seq) for finding in found}, f"{entry['kind']} {entry['seq']}"
+        assert all(finding.run_id == RUN and finding.code and finding.message for finding in found)
+        assert {finding.seq for finding in findings(bench, RUN)} == {finding.seq for finding in found}
+        tamper(bench, statement, entry[column], RUN, entry["seq"])
+    assert findings(bench) == []
+
+
+@pytest.mark.parametrize("column", ["kind", "position", "attempt", "body", "roots", "digest", "fingerprint"])
+def test_a_column_that_is_emptied_is_found_and_named(bench: Bench, column: str) -> None:
+    for entry in entries_of(bench):
+        if entry[column] is None:
+            continue
+        statement = f"UPDATE entries SET {column} = ? WHERE run_id = ? AND seq = ?"
+        empty: Any = "" if column == "kind" else b"" if column in ("body", "roots") else None
+        tamper(bench, statement, empty, RUN, entry["seq"])
+        assert (RUN, entry["seq"]) in {(finding.run_id, finding.seq) for finding in findings(bench)}
+        tamper(bench, statement, entry[column], RUN, entry["seq"])
+
+
+@pytest.mark.parametrize("column", ["body", "roots", "payload", "digest", "fingerprint"])
+def test_text_where_bytes_belong_is_found_and_breaks_nothing(bench: Bench, column: str) -> None:
+    tamper(bench, f"UPDATE entries SET {column} = 'text' WHERE run_id = ? AND seq = 3", RUN)
+    assert (RUN, 3) in {(finding.run_id, finding.seq) for finding in findings(bench)}
+
+
+def test_every_single_bit_of_a_body_counts(bench: Bench) -> None:
+    body = entries_of(bench)[2]["body"]
+    for index in range(0, len(body), 17):
+        changed = bytearray(body)
+        changed[index] ^= 1 << index % 8
+        tamper(bench, "UPDATE entries SET body = ? WHERE run_id = ? AND seq = 3", bytes(changed), RUN)
+        assert (RUN, 3) in {(finding.run_id, finding.seq) for finding in findings(bench)}
+
+
+def test_any_stretch_that_was_cut_out_of_the_log_is_found_and_named(bench: Bench) -> None:
+    size = len(entries_of(bench))
+    for first in range(1, size):
+        for last in range(first, size):
+            with raw(bench.path, without_triggers=True) as connection:
+                connection.execute("CREATE TABLE kept AS SELECT * FROM entries WHERE run_id = ?", (RUN,))
+                connection.execute("DELETE FROM entries WHERE run_id = ? AND seq BETWEEN ? AND ?", (RUN, first, last))
+            found = findings(bench, RUN)
+            assert (RUN, last + 1, "sequence") in {(each.run_id, each.seq, each.code) for each in found}
+            with raw(bench.path, without_triggers=True) as connection:
+                connection.execute("DELETE FROM entries WHERE run_id = ?", (RUN,))
+                connection.execute("INSERT INTO entries SELECT * FROM kept")
+                connection.execute("DROP TABLE kept")
+    assert findings(bench) == []
+
+
+def test_a_log_that_lost_its_first_entry_is_found_among_all_runs(bench: Bench) -> None:
+    tamper(bench, "DELETE FROM entries WHERE run_id = ? AND seq = 1", RUN)
+    assert (RUN, 2, "sequence") in {(finding.run_id, finding.seq, finding.code) for finding in findings(bench)}
+
+
+def test_two_entries_that_changed_places_are_found_and_named(bench: Bench) -> None:
+    with raw(bench.path, without_triggers=True) as connection:
+        for old, new in ((4, -4), (5, 4), (-4, 5)):
+            connection.execute("UPDATE entries SET seq = ? WHERE run_id = ? AND seq = ?", (new, RUN, old))
+    assert {(RUN, 4), (RUN, 5)} <= {(finding.run_id, finding.seq) for finding in findings(bench)}
+
+
+@pytest.mark.parametrize("source", [1, 2, 3])
+def test_an_entry_that_was_put_in_is_found_and_named(bench: Bench, source: int) -> None:
+    size = len(entries_of(bench))
+    columns = ", ".join(COLUMNS)
+    statement = f"INSERT INTO entries (run_id, seq, {columns}) SELECT run_id, ?, {columns} FROM entries WHERE run_id = ? AND seq = ?"
+    tamper(bench, statement, size + 1, RUN, source)
+    assert (RUN, size + 1) in {(finding.run_id, finding.seq) for finding in findings(bench)}
+
+
+def test_an_entry_from_another_run_is_found_and_named(bench: Bench) -> None:
+    columns = ", ".join(COLUMNS)
+    statement = f"INSERT INTO entries (run_id, seq, {columns}) SELECT ?, ?, {columns} FROM entries WHERE run_id = ? AND seq = 2"
+    tamper(bench, statement, RUN, len(entries_of(bench)) + 1, OTHER)
+    assert RUN in {finding.run_id for finding in findings(bench)}
+
+
+def test_a_log_that_was_cut_at_its_end_differs_from_a_head_that_was_kept(bench: Bench) -> None:
+    ledger = bench.open()
+    kept = ledger.tree_head(RUN)
+    assert (kept.run_id, kept.size, len(kept.root)) == (RUN, len(entries_of(bench)), 32)
+    tamper(bench, "DELETE FROM entries WHERE run_id = ? AND seq = ?", RUN, kept.size)
+    now = bench.open().tree_head(RUN)
+    assert now.size == kept.size - 1
+    assert now.root != kept.root
+
+
+# --- payloads, secrets, heads -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "UPDATE payloads SET bytes = CAST(bytes || '!' AS BLOB)",
+        "UPDATE payloads SET bytes = NULL",
+        "UPDATE payloads SET digest = CAST('other' AS BLOB)",
+        "UPDATE payloads SET run_id = 'other'",
+        "DELETE FROM payloads",
+    ],
+)
+def test_a_large_payload_that_was_changed_or_taken_away_is_found_and_named(bench: Bench, statement: str) -> None:
+    large = next(row.seq for row in bench.rows(RUN) if row.payload is not None and len(row.payload) > 65_536)
+    tamper(bench, statement)
+    assert (RUN, large) in {(finding.run_id, finding.seq) for finding in findings(bench)}
+
+
+def test_a_payload_that_no_entry_names_is_found(bench: Bench) -> None:
+    tamper(bench, "INSERT INTO payloads VALUES (?, x'00', x'01')", RUN)
+    assert any(RUN in finding.message for finding in findings(bench))
+
+
+@pytest.mark.parametrize(
+    "statement", ["UPDATE secrets SET secret = NULL", "UPDATE secrets SET secret = zeroblob(32)", "DELETE FROM secrets"]
+)
+def test_a_secret_that_was_changed_or_taken_away_while_its_payloads_stand_is_found(bench: Bench, statement: str) -> None:
+    tamper(bench, statement)
+    assert RUN in {finding.run_id for finding in findings(bench)}
+
+
+@pytest.mark.parametrize(
+    ("statement", "run_id"),
+    [
+        ("UPDATE runs SET fencing_token = 0 WHERE run_id = 'audited'", RUN),
+        ("UPDATE runs SET inbox = inbox + 1 WHERE run_id = 'audited'", RUN),
+        ("UPDATE runs SET inbox = 0 WHERE run_id = 'another'", OTHER),
+        ("DELETE FROM inbox WHERE run_id = 'another'", OTHER),
+        ("INSERT INTO inbox VALUES ('audited', 1, 'cancel', x'', 'mallory', 1)", RUN),
+    ],
+)
+def test_a_head_or_an_inbox_that_does_not_fit_the_log_is_found(bench: Bench, statement: str, run_id: str) -> None:
+    tamper(bench, statement)
+    assert {finding.run_id for finding in findings(bench)} == {run_id}
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "DELETE FROM runs WHERE run_id = 'audited'",
+        "DELETE FROM entries WHERE run_id = 'audited'",
+        "UPDATE runs SET run_id = 'elsewhere' WHERE run_id = 'audited'",
+        "UPDATE entries SET run_id = 'elsewhere' WHERE run_id = 'audited'",
+    ],
+)
+def test_a_run_that_lost_its_head_or_its_entries_is_found(bench: Bench, statement: str) -> None:
+    tamper(bench, statement)
+    assert any(RUN in finding.message for finding in findings(bench))
+    assert findings(bench, RUN) != []
+
+
+@pytest.mark.parametrize("name", ["entries_are_never_changed", "entries_follow_one_another", "run_steps"])
+def test_a_trigger_or_view_that_was_taken_away_or_changed_is_found(bench: Bench, name: str) -> None:
+    with raw(bench.path) as connection:
+        ((kind,),) = connection.execute("SELECT type FROM sqlite_master WHERE name = ?", (name,))
+        connection.execute(f"DROP {kind} {name}")
+    assert any(name in finding.message for finding in findings(bench))
+
+
+# --- forgeries that know the format -----------------------------------------------------------------------------------
+
+
+def rewritten(bench: Bench, change: Callable[[bytes], bytes], seq: int) -> None:
+    """A body changed together with the roots of the whole log, as by somebody who knows how they are made."""
+    from agent_run_ledger import merkle
+
+    frontier: list[bytes] = []
+    with raw(bench.path, without_triggers=True) as connection:
+        for entry in connection.execute("SELECT * FROM entries WHERE run_id = ? ORDER BY seq", (RUN,)).fetchall():
+            body = change(entry["body"]) if entry["seq"] == seq else entry["body"]
+            frontier, roots = merkle.append(frontier, entry["seq"] - 1, merkle.leaf_hash(body))
+            update = "UPDATE entries SET body = ?, roots = ? WHERE run_id = ? AND seq = ?"
+            connection.execute(update, (body, roots, RUN, entry["seq"]))
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (b'"state":"CHECKPOINTED"', b'"state":"BLOCKED"'),
+        (b'"token":1', b'"token":0'),
+        (b'"run":"audited"', b'"run":"forged!"'),
+        (b'"position":"2"', b'"position":"3"'),
+        (b'"attempt":1', b'"attempt":2'),
+        (b'"steps":1', b'"steps":7'),
+    ],
+)
+def test_a_body_rewritten_with_its_roots_must_still_agree_with_the_rest(bench: Bench, old: bytes, new: bytes) -> None:
+    seq = next(row.seq for row in bench.rows(RUN) if row.kind == "outcome")
+    body = bench.rows(RUN)[seq - 1].body
+    if old not in body:
+        pytest.fail(f"{old!r} is not in {body!r}")
+    rewritten(bench, lambda body: body.replace(old, new), seq)
+    assert {finding.run_id for finding in findings(bench)} == {RUN}
+
+
+def test_an_erased_payload_is_no_finding(bench: Bench) -> None:
+    with raw(bench.path) as connection:
+        connection.execute(
+            "UPDATE entries SET payload = NULL, digest = NULL, fingerprint = NULL, encoding = NULL WHERE run_id = ?", (RUN,)
+        )
+        connection.execute("UPDATE payloads SET bytes = NULL WHERE run_id = ?", (RUN,))
+    assert findings(bench) == []
+
+
+# --- a bad row hurts nobody else --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("body", [b"not json", b"[]", b"{}", b"\xff\xfe", b""])
+@pytest.mark.parametrize("which", ["first", "last"])
+def test_a_run_that_cannot_be_read_is_listed_as_such_beside_the_others(bench: Bench, body: bytes, which: str) -> None:
+    seq = 1 if which == "first" else len(entries_of(bench))
+    tamper(bench, "UPDATE entries SET body = ? WHERE run_id = ? AND seq = ?", body, RUN, seq)
+    ledger = bench.open()
+    listed = {run.run_id: run for run in ledger.runs()}
+    assert listed[RUN].status == "BLOCKED"
+    assert "cannot be read" in str(listed[RUN].cause)
+    assert listed[OTHER].status == "CANCELLED"
+    assert (RUN, seq) in {(finding.run_id, finding.seq) for finding in ledger.verify().findings}
+
+
+def test_a_payload_that_cannot_be_read_is_shown_as_such_beside_the_other_steps(bench: Bench) -> None:
+    failed = next(row.seq for row in bench.rows(RUN) if row.kind == "outcome" and b'"failed"' in row.body)
+    for payload in (b"not json", b"7", b"\xff"):
+        tamper(bench, "UPDATE entries SET payload = ? WHERE run_id = ? AND seq >= ? AND kind = 'outcome'", payload, RUN, failed)
+        assert len(bench.open().steps(RUN)) == 5
