@@ -184,7 +184,11 @@ def main() -> None:
         "cores": os.cpu_count(),
     }  # fmt: skip
     if given.json:
-        print(json.dumps({"machine": machine, "microseconds": costs, "milliseconds": resumed | imported, "ratios": ratios}))
+        print(
+            json.dumps(
+                {"machine": machine, "microseconds": costs, "milliseconds": resumed | imported, "ratios": ratios}
+            )
+        )
         return
     print("   ".join(f"{key} {value}" for key, value in machine.items()))
     for name, each in costs.items():

@@ -19,7 +19,6 @@ from agent_run_ledger import (
     RetryPolicy,
     RunawayLoopException,
     RunClosed,
-    RunLedger,
     Step,
     StepCancelled,
     StepFailed,
@@ -156,7 +155,7 @@ def a_pipeline_with_a_diamond(life: Life) -> Any:
         Step("right", _named("top", life.tool("right", lambda given, n: given * 3)), ["top"]),
         Step("join", joins, ["left", "right"]),
     ]
-    ledger = life.own(RunLedger(RUN, life.mortal, steps=steps, **life.options))
+    ledger = life.pipeline(steps)
     result = ledger.execute(given=1)
     assert ledger.execute(given=1) == result
     return result, status(life)
@@ -202,7 +201,7 @@ def a_pipeline_parked_and_run_again(life: Life) -> Any:
         return life.tool("ask", down_at_first)(got)
 
     steps = [Step("get", life.tool("get", lambda given, n: given)), Step("ask", ask, ["get"])]
-    ledger = life.own(RunLedger(RUN, life.mortal, steps=steps, **life.options))
+    ledger = life.pipeline(steps)
     for _ in range(3):
         try:
             return ledger.execute(given=1), status(life)
@@ -227,10 +226,13 @@ def resumed_at_the_frontier(life: Life) -> Any:
 def interrupted_and_going_on(life: Life) -> Any:
     life.ledger.create_run("goal", RUN)
 
-    def is_interrupted(given: Any, n: int) -> Any:
-        raise KeyboardInterrupt
+    class Interrupted(KeyboardInterrupt):
+        pass
 
-    with pytest.raises((KeyboardInterrupt, StepCancelled)):
+    def is_interrupted(given: Any, n: int) -> Any:
+        raise Interrupted
+
+    with pytest.raises((Interrupted, StepCancelled)):
         life.step("work", 1, is_interrupted, effect=Effect.READ)
     after = life.step("after", 2)
     life.ledger.finish_run(RUN, after)

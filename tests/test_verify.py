@@ -76,6 +76,10 @@ def findings(bench: Bench, run_id: str | None = None) -> list[Finding]:
     return report.findings
 
 
+def names(finding: Finding, run_id: str) -> bool:
+    return finding.run_id == run_id or (finding.run_id == "" and repr(run_id) in finding.message)
+
+
 def tamper(bench: Bench, statement: str, *parameters: Any) -> None:
     with raw(bench.path, without_triggers=True) as connection:
         assert connection.execute(statement, parameters).rowcount != 0, "nothing was changed"
@@ -112,8 +116,8 @@ def test_a_change_of_any_column_of_any_entry_is_found_and_named(bench: Bench, co
         tamper(bench, statement, new, RUN, entry["seq"])
         found = findings(bench)
         assert (RUN, entry["seq"]) in {(finding.run_id, finding.seq) for finding in found}, f"{entry['kind']} {entry['seq']}"
-        assert all(finding.run_id == RUN and finding.code and finding.message for finding in found)
-        assert {finding.seq for finding in findings(bench, RUN)} == {finding.seq for finding in found}
+        assert all(names(finding, RUN) and finding.code and finding.message for finding in found)
+        assert findings(bench, RUN) == [finding for finding in found if finding.run_id]
         tamper(bench, statement, entry[column], RUN, entry["seq"])
     assert findings(bench) == []
 
@@ -126,7 +130,9 @@ def test_a_column_that_is_emptied_is_found_and_named(bench: Bench, column: str) 
         statement = f"UPDATE entries SET {column} = ? WHERE run_id = ? AND seq = ?"
         empty: Any = "" if column == "kind" else b"" if column in ("body", "roots") else None
         tamper(bench, statement, empty, RUN, entry["seq"])
-        assert (RUN, entry["seq"]) in {(finding.run_id, finding.seq) for finding in findings(bench)}
+        found = findings(bench)
+        is_large = entry["payload"] is None  # without its digest it looks erased, and its payload is left over
+        assert any(names(finding, RUN) and (is_large or finding.seq == entry["seq"]) for finding in found)
         tamper(bench, statement, entry[column], RUN, entry["seq"])
 
 
@@ -220,7 +226,7 @@ def test_a_large_payload_that_was_changed_or_taken_away_is_found_and_named(bench
 
 def test_a_payload_that_no_entry_names_is_found(bench: Bench) -> None:
     tamper(bench, "INSERT INTO payloads VALUES (?, x'00', x'01')", RUN)
-    assert any(RUN in finding.message for finding in findings(bench))
+    assert any(names(finding, RUN) for finding in findings(bench))
 
 
 @pytest.mark.parametrize(
@@ -257,7 +263,7 @@ def test_a_head_or_an_inbox_that_does_not_fit_the_log_is_found(bench: Bench, sta
 )
 def test_a_run_that_lost_its_head_or_its_entries_is_found(bench: Bench, statement: str) -> None:
     tamper(bench, statement)
-    assert any(RUN in finding.message for finding in findings(bench))
+    assert any(names(finding, RUN) for finding in findings(bench))
     assert findings(bench, RUN) != []
 
 

@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from agent_run_ledger.errors import PayloadTooLarge as PayloadTooLarge
     from agent_run_ledger.errors import PlainDataWarning as PlainDataWarning
     from agent_run_ledger.errors import ReplayDivergence as ReplayDivergence
+    from agent_run_ledger.errors import RunawayLoopDetectedException as RunawayLoopDetectedException
+    from agent_run_ledger.errors import RunawayLoopException as RunawayLoopException
     from agent_run_ledger.errors import RunClosed as RunClosed
     from agent_run_ledger.errors import RunInputMismatch as RunInputMismatch
     from agent_run_ledger.errors import RunNotFound as RunNotFound
     from agent_run_ledger.errors import RunOwned as RunOwned
-    from agent_run_ledger.errors import RunawayLoopDetectedException as RunawayLoopDetectedException
-    from agent_run_ledger.errors import RunawayLoopException as RunawayLoopException
     from agent_run_ledger.errors import SchemaTooNew as SchemaTooNew
     from agent_run_ledger.errors import StepCancelled as StepCancelled
     from agent_run_ledger.errors import StepFailed as StepFailed

@@ -197,7 +197,9 @@ class AttemptsExhausted(RunClosed):
 
     def __init__(self, run_id: str, step_number: int | None, tool_name: str, attempts: int) -> None:
         super().__init__(
-            run_id, "DEAD_LETTER", f"step {step_number}, {tool_name!r}, was dispatched {attempts} times without a result"
+            run_id,
+            "DEAD_LETTER",
+            f"step {step_number}, {tool_name!r}, was dispatched {attempts} times without a result",
         )
         self.step_number = step_number
         self.tool_name = tool_name

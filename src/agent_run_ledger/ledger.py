@@ -10,9 +10,8 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from random import random
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self, cast
 
-from agent_run_ledger.rules import functions
 from agent_run_ledger.contract import Clock, Store, Summary
 from agent_run_ledger.drivers.leases import HeldRun, Leases
 from agent_run_ledger.drivers.sync import SyncDriver
@@ -42,11 +41,13 @@ from agent_run_ledger.model import (
     TreeHead,
     VerificationReport,
 )
-from agent_run_ledger.rules import canonical, digests
+from agent_run_ledger.rules import canonical, digests, functions
 from agent_run_ledger.rules.loops import LoopDetectorPolicy
 from agent_run_ledger.rules.names import check_name
 from agent_run_ledger.stores import open_store
 from agent_run_ledger.stores.clock import SystemClock
+
+Durability = Literal["full", "process"]
 
 PAYLOAD_LIMIT = 16 * 1024 * 1024
 
@@ -75,7 +76,7 @@ class Ledger:
         *,
         limit: int,
         policy: LoopDetectorPolicy,
-        durability: str,
+        durability: Durability,
         lease_seconds: float,
         heartbeat_seconds: float,
         undeclared: str,
@@ -109,7 +110,9 @@ class Ledger:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def close(self) -> None:
@@ -184,7 +187,7 @@ class Ledger:
         A step in flight finishes and is recorded first. Raises `RunNotFound` and, for a run that has ended, `IllegalTransition`.
         """
         who = check_name("by", by or self._leases.owner)
-        payload = _reason(runs.cancellation, who, reason)
+        payload = runs.cancellation(who, reason)
         run = self._run(run_id)
         try:
             self._leases.await_claim(run, None)
@@ -256,7 +259,7 @@ class AgentRunLedger(Ledger):
         max_steps: int = 50,
         loop_threshold: int | None = None,
         *,
-        durability: str = "full",
+        durability: Durability = "full",
         lease_seconds: float = 30.0,
         heartbeat_seconds: float = 3.0,
         budget: Budget | None = None,
@@ -267,8 +270,10 @@ class AgentRunLedger(Ledger):
         clock: Clock | None = None,
     ) -> None:
         if policy is not None and loop_threshold is not None:
-            raise ValueError("loop_threshold=N is short for policy=LoopDetectorPolicy(max_repetitions=N): give one of them")
-        if not isinstance(max_steps, int) or max_steps < 1:
+            raise ValueError(
+                "loop_threshold=N is short for policy=LoopDetectorPolicy(max_repetitions=N): give one of them"
+            )
+        if type(max_steps) is not int or max_steps < 1:
             raise ValueError(f"max_steps must be a whole number of at least 1, not {max_steps!r}")
         steps = budget.steps if budget is not None and budget.steps is not None else max_steps
         super().__init__(
@@ -294,10 +299,7 @@ class AgentRunLedger(Ledger):
     def _created(self, goal: str) -> Draft:
         if not isinstance(goal, str):
             raise InvalidArguments(f"goal must be a string, not {type(goal).__name__}; nothing was written")
-        try:
-            return runs.created(goal, None, pipeline=False, limit=self._payload_limit)
-        except canonical.Unstorable as error:
-            raise UnserialisableArguments(f"the goal cannot be stored: {error}; nothing was written", error.path) from None
+        return runs.created(goal, None, pipeline=False, limit=self._payload_limit)
 
     def execute_step(
         self,
@@ -321,7 +323,9 @@ class AgentRunLedger(Ledger):
         Raises `StepFailed` where it raises, `RunawayLoopDetectedException` and `BudgetExceededException` where it is refused,
         `RunClosed` on a run that has ended, `ReplayDivergence` where the log has another call at this place.
         """
-        options = Options(effect_of(effect), retry, returns, exception_types(raises), exception_types(fatal), may_repeat, version)
+        options = Options(
+            effect_of(effect), retry, returns, exception_types(raises), exception_types(fatal), may_repeat, version
+        )
         call = function_call(tool_name, arguments, execution_fn, options, self._payload_limit)
         return self._driver.obey(step(self._run(run_id), call))
 
@@ -341,11 +345,11 @@ class AgentRunLedger(Ledger):
         self._obey_finish(self._run(run_id), result)
 
     def _obey_finish(self, run: HeldRun, result: Any) -> None:
-        self._driver.obey(runs.finish(run, encode_result(result, self._payload_limit)))
+        self._driver.obey(runs.finish(run, runs.stored(result, "the result", self._payload_limit)))
 
     def abort_run(self, run_id: str, reason: str) -> None:
         """End the run as FAILED. Raises `IllegalTransition` where it has ended."""
-        self._driver.obey(runs.abort(self._run(run_id), _reason(runs.abortion, reason)))
+        self._driver.obey(runs.abort(self._run(run_id), runs.abortion(reason)))
 
     def open_run(self, goal: str, run_id: str | None = None, *, wait: float | None = None) -> OpenRun:
         """A run as a context manager: it is finished on a clean exit, parked on an exception, and its lease is kept meanwhile."""
@@ -371,15 +375,15 @@ class Run:
 
     def now(self) -> float:
         """The time in Unix seconds, recorded: a replay gets the same."""
-        return self._value("now", self._ledger._clock.now())
+        return cast(float, self._value("now", self._ledger._clock.now()))
 
     def random(self) -> float:
         """A random number from [0, 1), recorded: a replay gets the same."""
-        return self._value("random", random())  # noqa: S311 - no secret
+        return cast(float, self._value("random", random()))
 
     def uuid4(self) -> uuid.UUID:
         """A random UUID, recorded: a replay gets the same."""
-        return self._value("uuid4", uuid.uuid4())
+        return cast(uuid.UUID, self._value("uuid4", uuid.uuid4()))
 
     def _value(self, name: str, fresh: Any) -> Any:
         return self._ledger._obey(runs.value(self._run, name, fresh))
@@ -398,7 +402,9 @@ class OpenRun:
         self._run = Run(self._ledger, self._held)
         return self._run
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         try:
             if error is None:
                 self._ledger._obey_finish(self._held, self._run.result)
@@ -445,22 +451,6 @@ def function_call(
     )
 
 
-def encode_result(result: Any, limit: int, declared: Any = None) -> bytes:
-    """A run's result as it is stored; refused like an argument where it cannot be."""
-    try:
-        return canonical.encode(result, limit=limit, what="the result", declared=declared)
-    except canonical.Unstorable as error:
-        raise UnserialisableArguments(f"the result cannot be stored: {error}; the run is not finished", error.path) from None
-
-
-def _reason(write: Callable[..., bytes], *words: str) -> bytes:
-    """What somebody said about a run, as it is stored; refused like an argument where it cannot be."""
-    try:
-        return write(*words)
-    except canonical.Unstorable as error:
-        raise UnserialisableArguments(f"the reason cannot be stored: {error}; nothing was written", error.path) from None
-
-
 def effect_of(given: Effect | str | None) -> Effect | None:
     """`effect=` as what it is, also where it is given by its name."""
     if given is None or type(given) is Effect:
@@ -468,7 +458,9 @@ def effect_of(given: Effect | str | None) -> Effect | None:
     try:
         return Effect(given)
     except ValueError:
-        raise InvalidArguments(f"effect= is one of {', '.join(Effect)}, not {given!r}; nothing was dispatched") from None
+        raise InvalidArguments(
+            f"effect= is one of {', '.join(Effect)}, not {given!r}; nothing was dispatched"
+        ) from None
 
 
 def exception_types(given: Any) -> tuple[type[BaseException], ...]:

@@ -7,6 +7,9 @@ from decimal import Decimal
 from enum import StrEnum
 from typing import Literal
 
+LIBRARY_VERSION = "0.1.0"
+"""What every intent names as a part of its environment; the package's `__version__`."""
+
 
 class RunState(StrEnum):
     """Where a run stands. The last four are final (`is_terminal`)."""

@@ -7,15 +7,14 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
-from agent_run_ledger.rules import functions
 from agent_run_ledger.contract import Clock, Store
 from agent_run_ledger.drivers.leases import HeldRun
 from agent_run_ledger.engine import runs
 from agent_run_ledger.engine.steps import Call, Options, step
-from agent_run_ledger.errors import InvalidArguments, InvalidPipeline, UnserialisableArguments
-from agent_run_ledger.ledger import PAYLOAD_LIMIT, Ledger, effect_of, encode_result, exception_types, park
+from agent_run_ledger.errors import InvalidArguments, InvalidPipeline
+from agent_run_ledger.ledger import PAYLOAD_LIMIT, Durability, Ledger, effect_of, exception_types, park
 from agent_run_ledger.model import Effect, RetryPolicy, RunState
-from agent_run_ledger.rules import canonical
+from agent_run_ledger.rules import canonical, functions
 from agent_run_ledger.rules.loops import LoopDetectorPolicy
 from agent_run_ledger.rules.names import check_name
 
@@ -45,7 +44,9 @@ class Step:
         self.name = check_name("step name", name)
         self.fn = fn
         if isinstance(depends_on, str):
-            raise InvalidPipeline(f"step {name!r}: depends_on takes a list of step names, not the string {depends_on!r}")
+            raise InvalidPipeline(
+                f"step {name!r}: depends_on takes a list of step names, not the string {depends_on!r}"
+            )
         self.depends_on = tuple(depends_on)
         self.takes = functions.signature(fn)
         if self.takes.is_async:
@@ -54,7 +55,9 @@ class Step:
         returned = hints.pop("return", None)
         self.parameters = hints
         types = (exception_types(raises), exception_types(fatal))
-        self.options = Options(effect_of(effect), retry, returned if returns is None else returns, *types, may_repeat, version)
+        self.options = Options(
+            effect_of(effect), retry, returned if returns is None else returns, *types, may_repeat, version
+        )
 
     def bind(self, given: dict[str, Any], outputs: dict[str, Any]) -> tuple[dict[str, Any], set[str]]:
         """The step's arguments, and which of the given names it used.
@@ -106,7 +109,7 @@ class RunLedger(Ledger):
         policy: LoopDetectorPolicy | None = None,
         *,
         steps: Iterable[Step] = (),
-        durability: str = "full",
+        durability: Durability = "full",
         lease_seconds: float = 30.0,
         heartbeat_seconds: float = 3.0,
         undeclared: str = "dispatch",
@@ -156,11 +159,9 @@ class RunLedger(Ledger):
         order = self._order()
         self._check(order, given)
         with self._executing:
-            try:
-                draft = runs.created(f"pipeline {self.run_id}", given, pipeline=True, limit=self._payload_limit)
-            except canonical.Unstorable as error:
-                text = f"an argument of execute() cannot be stored: {error}; nothing was run"
-                raise UnserialisableArguments(text, error.path) from None
+            declared = functions.together(hint for each in order for hint in each.parameters.values())
+            goal = f"pipeline {self.run_id}"
+            draft = runs.created(goal, given, pipeline=True, limit=self._payload_limit, declared=declared)
             run = self._start(self.run_id, draft, None)
             with run:
                 return self._execute(run, order, given)
@@ -170,17 +171,18 @@ class RunLedger(Ledger):
             run.limit = len(order)
             self._driver.obey(runs.check_wiring(run, {each.name: each.depends_on for each in order}))
             if run.history.state is not RunState.COMPLETED:
-                stored = canonical.decode(canonical.encode(given))
                 outputs: dict[str, Any] = {}
                 for each in order:
-                    arguments, _ = each.bind(stored, outputs)
+                    arguments, _ = each.bind(given, outputs)
                     outputs[each.name] = self._driver.obey(step(run, self._call(each, arguments)))
                 sinks = self._sinks(order)
-                result = outputs[sinks[0].name] if len(sinks) == 1 else {sink.name: outputs[sink.name] for sink in sinks}
-                declared = tuple[*(sink.options.returns for sink in sinks)] if sinks else None
-                payload = encode_result(result, self._payload_limit, declared)
-                self._driver.obey(runs.finish(run, payload))
-                return self._result(payload, sinks)
+                result = (
+                    outputs[sinks[0].name] if len(sinks) == 1 else {sink.name: outputs[sink.name] for sink in sinks}
+                )
+                declared = functions.together(sink.options.returns for sink in sinks)
+                finished = runs.stored(result, "the result", self._payload_limit, declared)
+                self._driver.obey(runs.finish(run, finished))
+                return self._result(finished, sinks)
             payload = run.history.result
             ran = [each for each in order if each.name in run.history.positions]  # the others were added since
             return self._result(payload, self._sinks(ran)) if payload is not None else None
@@ -210,11 +212,15 @@ class RunLedger(Ledger):
     def _order(self) -> list[Step]:
         """The steps, each after those it depends on, else as they were registered."""
         if not self._steps:
-            raise InvalidPipeline("the pipeline has no steps: register functions with @ledger.step() or give steps=[...]")
+            raise InvalidPipeline(
+                "the pipeline has no steps: register functions with @ledger.step() or give steps=[...]"
+            )
         for each in self._steps.values():
             for dependency in each.depends_on:
                 if dependency not in self._steps:
-                    raise InvalidPipeline(f"step {each.name!r} depends on {dependency!r}, which is no step. Nothing was run.")
+                    raise InvalidPipeline(
+                        f"step {each.name!r} depends on {dependency!r}, which is no step. Nothing was run."
+                    )
         order: dict[str, Step] = {}
         waiting = list(self._steps.values())
         while waiting:

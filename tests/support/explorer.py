@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from agent_run_ledger import AgentRunLedger, RunLedger, current_step
+from agent_run_ledger import AgentRunLedger, RunLedger, Step, current_step
 from agent_run_ledger.contract import Row, Store
 from agent_run_ledger.drivers.sync import SyncDriver
 from agent_run_ledger.engine.history import History
@@ -101,6 +101,7 @@ class Life:
         self.store = world.store()
         self.mortal: Any = MortalStore(self.store, self)
         self._ledgers: list[AgentRunLedger | RunLedger] = []
+        self._pipeline: RunLedger | None = None
         world.settled.append({step.key for step in self.log().positions.values() if _is_settled(step)})
         # No heartbeat comes on its own: time is the test's.
         self.options: dict[str, Any] = {
@@ -115,6 +116,12 @@ class Life:
         ledger._driver = MortalDriver(ledger._driver, self)
         self._ledgers.append(ledger)
         return ledger
+
+    def pipeline(self, steps: list[Step]) -> RunLedger:
+        """Face A in this process: one ledger, as often as its program begins."""
+        if self._pipeline is None:
+            self._pipeline = self.own(RunLedger(RUN, self.mortal, steps=steps, **self.options))
+        return self._pipeline
 
     def tick(self, place: str) -> None:
         """A place at which the process may die."""

@@ -57,5 +57,7 @@ def current_step() -> StepContext:
     """The step that the calling code runs in. Raises `RuntimeError` outside of one."""
     context = step_variable.get()
     if context is None:
-        raise RuntimeError("current_step() was called outside of a step: it is known only inside the function of a step")
+        raise RuntimeError(
+            "current_step() was called outside of a step: it is known only inside the function of a step"
+        )
     return context

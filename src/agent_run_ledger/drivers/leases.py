@@ -11,6 +11,7 @@ from types import TracebackType
 from agent_run_ledger.contract import Clock, Store
 from agent_run_ledger.engine.history import History
 from agent_run_ledger.engine.live import LiveRun
+from agent_run_ledger.engine.log import Sealed
 from agent_run_ledger.errors import LeaseLost, RunNotFound, RunOwned, StoreError
 from agent_run_ledger.model import RunState
 from agent_run_ledger.rules.loops import Rule
@@ -40,14 +41,20 @@ class HeldRun(LiveRun):
         with self.lock:
             self.pins += 1
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         with self.lock:
             self.pins -= 1
 
     def slim(self) -> None:
         """Keep of an ended run only how it ended, for a program that still calls; its steps are read again when asked for."""
         ended = History(self.run_id, self.history.secret)
-        ended.state, ended.cause, ended.result_digest = self.history.state, self.history.cause, self.history.result_digest
+        ended.state, ended.cause, ended.result_digest = (
+            self.history.state,
+            self.history.cause,
+            self.history.result_digest,
+        )
         self.history = ended
         self.is_settled = True
 
@@ -96,7 +103,9 @@ class Leases:
                 run = self._runs.setdefault(run_id, fresh)
         return run
 
-    def create(self, run_id: str, secret: bytes, build: Callable[[History, int], list[tuple]], at: float) -> HeldRun | None:
+    def create(
+        self, run_id: str, secret: bytes, build: Callable[[History, int], list[Sealed]], at: float
+    ) -> HeldRun | None:
         """Make a run with the entries that `build(history, token)` seals, and hold it. None where it exists."""
         history = History(run_id, secret, self._rule())
         token = self._store.first_token()
@@ -208,8 +217,8 @@ class Leases:
             if run.is_held:
                 if note is not None:
                     self._store.annotate(run.run_id, run.token, note)
+                run.is_held = False  # first: whoever is interrupted here claims it again like anybody
                 self._store.release(run.run_id, run.token)
-                run.is_held = False
                 if run.history.state.is_terminal:
                     run.slim()
 

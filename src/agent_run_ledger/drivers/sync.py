@@ -11,7 +11,7 @@ from agent_run_ledger.contract import Clock, Store
 from agent_run_ledger.drivers.context import StepContext, step_variable
 from agent_run_ledger.drivers.leases import HeldRun, Leases
 from agent_run_ledger.engine.commit import prepare
-from agent_run_ledger.engine.effects import Commit, Effect, Flow, GiveBack, Invoke, Moment, Result, Wait, Warn
+from agent_run_ledger.engine.effects import Commit, Effect, Flow, Invoke, Moment, Result, Wait, Warn
 from agent_run_ledger.engine.log import Sealed
 from agent_run_ledger.errors import LeaseLost, StoreError
 
@@ -46,14 +46,13 @@ class SyncDriver:
 
     def perform(self, effect: Effect) -> Any:
         """Perform one effect and answer it. A test overrides this to stop at every effect, as a crash would."""
-        kind = type(effect)
-        if kind is Commit:
+        if isinstance(effect, Commit):
             return self._commit(effect)
-        if kind is Invoke:
+        if isinstance(effect, Invoke):
             return self._invoke(effect)
-        if kind is Wait:
+        if isinstance(effect, Wait):
             return self._wait(effect)
-        if kind is Warn:
+        if isinstance(effect, Warn):
             return self._warn(effect)
         return self._leases.give_back(cast(HeldRun, effect.run), effect.note)
 
@@ -68,7 +67,7 @@ class SyncDriver:
                 if self._append(run, run.owed, synced=True):
                     run.owed = []
             while True:
-                plan, sealed = prepare(run, effect.decide, Moment(self._clock.now(), random.random()))  # noqa: S311 - jitter
+                plan, sealed = prepare(run, effect.decide, Moment(self._clock.now(), random.random()))
                 if not sealed or self._append(run, sealed, self._synced if plan.synced is None else plan.synced):
                     break
         if plan.error is not None:
@@ -114,7 +113,9 @@ class SyncDriver:
         if hasattr(type(value), "__await__"):  # asked of the class: an object may answer for itself with anything
             if hasattr(type(value), "close"):
                 value.close()
-            return Result(None, TypeError(f"{effect.step.tool!r} returned an awaitable: a synchronous run cannot await it"))
+            return Result(
+                None, TypeError(f"{effect.step.tool!r} returned an awaitable: a synchronous run cannot await it")
+            )
         return Result(value, None)
 
     def _wait(self, effect: Wait) -> None:

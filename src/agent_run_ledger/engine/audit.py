@@ -22,7 +22,8 @@ _COLUMNS: tuple[tuple[str, type, Any], ...] = (
 _NO_MOVE = {"created", "value", "redispatched_undeclared"}
 _EVENTS = {
     "intent": {Event.START_STEP},
-    "outcome": {Event.STEP_SUCCESS, Event.STEP_ERROR, Event.WAIT},
+    "outcome": {Event.STEP_SUCCESS, Event.STEP_ERROR},
+    "outcome, to be retried": {Event.WAIT},
     "refused": {Event.LOOP_DETECTED, Event.LOOP_SUSPECTED, Event.BUDGET_EXHAUSTED},
     "exhausted": {Event.BUDGET_EXHAUSTED},
     "parked": {Event.WAIT},
@@ -72,12 +73,15 @@ class _Auditor:
             value = getattr(row, name)
             if type(value) is not kind and (value is not None or usual is not None):
                 self.found(row.seq, "column", f"{name} is of type {type(value).__name__}, it should be {kind.__name__}")
-                fits = fits._replace(**{name: self.size + 1 if name == "seq" else usual})
+                fitting: Any = {name: self.size + 1 if name == "seq" else usual}
+                fits = fits._replace(**fitting)
         return fits
 
     def entry(self, row: Row) -> None:
         if row.seq != self.size + 1:
-            missing = f"entries {self.size + 1} to {row.seq - 1} are missing" if row.seq > self.size + 1 else "out of order"
+            missing = (
+                f"entries {self.size + 1} to {row.seq - 1} are missing" if row.seq > self.size + 1 else "out of order"
+            )
             self.found(row.seq, "sequence", f"expected entry {self.size + 1}, found entry {row.seq}: {missing}")
         self.frontier, roots = merkle.append(self.frontier, self.leaves, merkle.leaf_hash(row.body))
         self.leaves += 1
@@ -116,7 +120,9 @@ class _Auditor:
     def payload(self, row: Row, body: dict[str, Any]) -> None:
         if "payload" not in body:
             if any(each is not None for each in (row.payload, row.digest, row.fingerprint, row.encoding)):
-                self.found(row.seq, "payload", "there is a payload, or what goes with one, where the hashed body names none")
+                self.found(
+                    row.seq, "payload", "there is a payload, or what goes with one, where the hashed body names none"
+                )
             return
         if row.payload is None:
             if row.digest is not None:
@@ -140,7 +146,9 @@ class _Auditor:
                 self.secret, self.run_id, str(row.position), str(body.get("tool")), row.payload
             )
             if self.secret and body.get("key") != key:
-                self.found(row.seq, "key", f"the idempotency key is {body.get('key')}, arguments and position give {key}")
+                self.found(
+                    row.seq, "key", f"the idempotency key is {body.get('key')}, arguments and position give {key}"
+                )
         elif row.fingerprint is not None:
             self.found(row.seq, "fingerprint", f"an entry of kind {row.kind!r} has no fingerprint")
         try:
@@ -154,7 +162,8 @@ class _Auditor:
             legal = {self.state}
         else:
             reach = DELTA[self.state]
-            legal = {reach[event] for event in _EVENTS.get(row.kind, ()) if event in reach}
+            what = "outcome, to be retried" if row.kind == "outcome" and "retry_at" in body else row.kind
+            legal = {reach[event] for event in _EVENTS.get(what, ()) if event in reach}
         if state not in legal:
             after = f"{row.kind!r} after {self.state}"
             self.found(row.seq, "lifecycle", f"{state} does not follow from {after} by the lifecycle table")
@@ -168,16 +177,25 @@ class _Auditor:
         self.steps += row.kind == "intent" and row.attempt == 1
         self.refused += row.kind == "refused"
         if (body.get("steps"), body.get("refused", 0)) != (self.steps, self.refused):
-            self.found(row.seq, "count", f"steps and refusals are {self.steps} and {self.refused}, the body says otherwise")
+            self.found(
+                row.seq, "count", f"steps and refusals are {self.steps} and {self.refused}, the body says otherwise"
+            )
 
     def head(self, head: Head | None, requests: list[int]) -> None:
         if head is None:
             self.found(None, "head", "the run has entries and no head")
             return
+        if type(head.token) is not int or type(head.inbox) is not int:
+            self.found(
+                None, "head", f"fencing token and inbox counter are {head.token!r} and {head.inbox!r}, not numbers"
+            )
+            return
         if self.size == 0:
             self.found(None, "sequence", "the run has a head and no entries")
         if head.token < self.token:
-            self.found(None, "fencing", f"the head's fencing token {head.token} is older than the last entry's {self.token}")
+            self.found(
+                None, "fencing", f"the head's fencing token {head.token} is older than the last entry's {self.token}"
+            )
         if head.inbox < self.history.honoured:
             self.found(None, "head", f"the inbox counter {head.inbox} is lower than the last request in the log")
         if requests != list(range(1, head.inbox + 1)):

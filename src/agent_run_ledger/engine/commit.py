@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from agent_run_ledger.engine.effects import Decision, Moment, Plan
-from agent_run_ledger.engine.log import Sealed, seal
 from agent_run_ledger.engine.live import LiveRun
+from agent_run_ledger.engine.log import Sealed, seal
 from agent_run_ledger.engine.runs import honour
 from agent_run_ledger.rules import lifecycle
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 from agent_run_ledger.engine.history import StepHistory
-from agent_run_ledger.engine.log import Draft
 from agent_run_ledger.engine.live import LiveRun
+from agent_run_ledger.engine.log import Draft
 
 
 class Moment(NamedTuple):

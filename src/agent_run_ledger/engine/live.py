@@ -7,7 +7,6 @@ from agent_run_ledger.engine.history import History, StepHistory
 from agent_run_ledger.engine.log import Sealed
 
 
-
 class LiveRun:
     """One run in the hands of one ledger. Everything in it is read and changed under the driver's lock of this run."""
 

@@ -78,7 +78,7 @@ def _run_record(summary: Summary) -> RunRecord:
         owner=head.owner,
         fencing_token=head.token,
         result=_decoded(last) if last.kind == "finished" else None,
-        cause=head.note if diverged else _cause(last),
+        cause=str(head.note) if diverged else _cause(last),
     )
 
 
@@ -94,6 +94,4 @@ def _decoded(row: Row) -> Any:
 
 
 def _text(payload: bytes | None) -> str | None:
-    return payload.decode() if payload is not None else None
-
-
+    return payload.decode(errors="replace") if payload is not None else None

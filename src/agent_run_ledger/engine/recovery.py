@@ -70,7 +70,9 @@ def _in_doubt(step: StepHistory, declared: Declaration, receipt: Receipt | None,
         return _again(step, declared, "it has no side effect")
     if effect is None:
         if declared.blocks_undeclared:
-            return Action("park", step.position, "its tool declares no effect, and undeclared steps are not dispatched again")
+            return Action(
+                "park", step.position, "its tool declares no effect, and undeclared steps are not dispatched again"
+            )
         again = _again(step, declared, "its tool declares no effect")
         return again if again.kind == "dead_letter" else Action("dispatch_undeclared", step.position, again.reason)
     if effect is Effect.IDEMPOTENT:

@@ -9,8 +9,8 @@ from typing import Any
 from agent_run_ledger.contract import Request
 from agent_run_ledger.engine.effects import Commit, Flow, GiveBack, Moment, Plan
 from agent_run_ledger.engine.history import History
-from agent_run_ledger.engine.log import Draft
 from agent_run_ledger.engine.live import LiveRun
+from agent_run_ledger.engine.log import Draft
 from agent_run_ledger.engine.steps import cause_of, left_in_doubt
 from agent_run_ledger.errors import (
     BudgetExceededException,
@@ -19,21 +19,30 @@ from agent_run_ledger.errors import (
     RunInputMismatch,
     StepInDoubt,
     UnorderedStep,
+    UnserialisableArguments,
 )
 from agent_run_ledger.model import Event, RunState
 from agent_run_ledger.rules import budget, canonical, digests, failures
-
 
 FORMAT = 1
 """The version of the entries' bodies."""
 
 
-def created(goal: str, given: Any, *, pipeline: bool, limit: int) -> Draft:
+def stored(value: Any, what: str, limit: int | None = None, declared: Any = None) -> bytes:
+    """What somebody says about a run, as it is stored. Raises `UnserialisableArguments` and `PayloadTooLarge`."""
+    try:
+        return canonical.encode(value, limit=limit, what=what, declared=declared)
+    except canonical.Unstorable as error:
+        raise UnserialisableArguments(f"{error}. Nothing was written.", error.path) from None
+
+
+def created(goal: str, given: Any, *, pipeline: bool, limit: int, declared: Any = None) -> Draft:
     """The first entry: what the run is for, and what it was given."""
     fields: dict[str, Any] = {"format": FORMAT}
     if pipeline:
         fields["pipeline"] = True
-    return Draft("created", None, fields, canonical.encode({"goal": goal, "input": given}, limit=limit, what="the input"))
+    payload = stored({"goal": goal, "input": given}, "the goal or input of the run", limit, declared)
+    return Draft("created", None, fields, payload)
 
 
 def check_same(history: History, draft: Draft) -> None:
@@ -121,7 +130,7 @@ def _park(described: dict[str, Any], run: LiveRun, moment: Moment) -> Plan:
 
 def abortion(reason: str) -> bytes:
     """The payload of an end that its program chose."""
-    return canonical.encode({"reason": reason})
+    return stored({"reason": reason}, "the reason")
 
 
 def abort(run: LiveRun, payload: bytes) -> Flow[None]:
@@ -145,12 +154,12 @@ def honour(request: Request) -> Draft:
 
 def cancellation(by: str, reason: str) -> bytes:
     """The payload of a request to cancel: who asks, and why."""
-    return canonical.encode({"reason": reason or f"cancelled by {by}", "by": by})
+    return stored({"reason": reason or f"cancelled by {by}", "by": by}, "the reason")
 
 
 def cancel(run: LiveRun, payload: bytes) -> Flow[bool]:
     """End the run as CANCELLED, by its owner's own hand. False while a step is in flight: its outcome is written first."""
-    if (done := (yield Commit(run, partial(_cancel, payload)))):
+    if done := (yield Commit(run, partial(_cancel, payload))):
         yield GiveBack(run)
     return bool(done)
 
@@ -193,8 +202,9 @@ def _value(name: str, fresh: Any, run: LiveRun, moment: Moment) -> Plan:
         drafts += left.drafts
     reason = budget.exhausted(run.limit + 1, history.steps, history.refused, history.size)
     if reason is not None:
-        refusal = Draft("refused", Event.BUDGET_EXHAUSTED, {"rule": "budget"}, canonical.encode({"reason": reason}), position)
+        refusal = Draft(
+            "refused", Event.BUDGET_EXHAUSTED, {"rule": "budget"}, canonical.encode({"reason": reason}), position
+        )
         return Plan([*drafts, refusal], error=BudgetExceededException(run.run_id, reason), synced=True)
     drafts.append(Draft("value", None, {"name": name}, canonical.encode(fresh), position))
     return Plan(drafts, answer=fresh)
-

@@ -10,13 +10,12 @@ from typing import Any, NamedTuple
 from agent_run_ledger.engine import recovery
 from agent_run_ledger.engine.effects import Commit, Flow, GiveBack, Invoke, Moment, Plan, Result, Wait, Warn
 from agent_run_ledger.engine.history import StepHistory
-from agent_run_ledger.engine.log import Draft
 from agent_run_ledger.engine.live import LiveRun
+from agent_run_ledger.engine.log import Draft
 from agent_run_ledger.errors import (
     AttemptsExhausted,
     BudgetExceededException,
     IntentDrift,
-    PayloadTooLarge,
     ReplayDivergence,
     RunawayLoopDetectedException,
     RunClosed,
@@ -30,7 +29,7 @@ from agent_run_ledger.errors import (
     UnserialisableOutput,
 )
 from agent_run_ledger.model import Effect, Event, RetryPolicy, RunState, StepState
-from agent_run_ledger.rules import backoff, budget, canonical, digests, failures
+from agent_run_ledger.rules import backoff, budget, canonical, digests, failures, functions
 
 
 class Options(NamedTuple):
@@ -100,12 +99,10 @@ _DISPATCHED_AGAIN = (
 def _store_arguments(call: Call) -> None:
     try:
         what = f"the arguments of {call.tool!r}"
-        declared = tuple[*call.parameters.values()] if call.parameters else None
+        declared = functions.together(call.parameters.values()) if call.parameters else None
         call.stored = canonical.encode(call.arguments, limit=call.limit, what=what, declared=declared)
     except canonical.Unstorable as error:
-        raise UnserialisableArguments(
-            f"{error}. Nothing was dispatched and nothing was written.", error.path
-        ) from None
+        raise UnserialisableArguments(f"{error}. Nothing was dispatched and nothing was written.", error.path) from None
     call.digest = digests.plain(call.stored)
 
 
@@ -129,7 +126,9 @@ def _must_not_repeat(run: LiveRun, effect: Effect | None) -> bool:
 def _intend(call: Call, run: LiveRun, moment: Moment) -> Plan:
     """Decide what a call at the run's next position is: a replay, a first dispatch, another attempt, or a refusal."""
     history = run.history
-    closed = history.state is RunState.QUARANTINE or (history.state.is_terminal and history.state is not RunState.COMPLETED)
+    closed = history.state is RunState.QUARANTINE or (
+        history.state.is_terminal and history.state is not RunState.COMPLETED
+    )
     if closed:
         return Plan(error=RunClosed(run.run_id, history.state, cause_of(history.cause)))
     if run.in_flight is not None:
@@ -143,9 +142,7 @@ def _intend(call: Call, run: LiveRun, moment: Moment) -> Plan:
         return _begin(run, call, position)
     if (divergence := _divergence(run, call, step)) is not None:
         return Plan(error=divergence)
-    if step.outcome is not None and (
-        step.outcome.is_final or step.followed or history.state.is_terminal
-    ):
+    if step.outcome is not None and (step.outcome.is_final or step.followed or history.state.is_terminal):
         run.advance(position)
         run.replayed += 1
         return Plan(answer=position)
@@ -225,7 +222,15 @@ def _next_attempt(run: LiveRun, call: Call, step: StepHistory) -> Draft:
     """Stored arguments, stored key: only the attempt's number is new."""
     stored = step.arguments if step.arguments is not None else call.stored
     return _intent(
-        run, call, step.position, step.number, step.attempts + 1, step.key, stored, step.digest or call.digest, step.input
+        run,
+        call,
+        step.position,
+        step.number,
+        step.attempts + 1,
+        step.key,
+        stored,
+        step.digest or call.digest,
+        step.input,
     )
 
 
@@ -275,7 +280,9 @@ def _refused(call: Call, position: str, event: Event, refusal: dict[str, Any]) -
 
 def _divergence(run: LiveRun, call: Call, step: StepHistory) -> ReplayDivergence | None:
     if step.tool == call.tool and list(call.after) == step.dependencies:
-        same = step.digest == call.digest if step.digest else step.input == digests.salted(run.history.secret, call.stored)
+        same = (
+            step.digest == call.digest if step.digest else step.input == digests.salted(run.history.secret, call.stored)
+        )
         if same:
             return None
     path = None
@@ -316,7 +323,9 @@ def _attempt(run: LiveRun, call: Call, step: StepHistory) -> Flow[BaseException 
             if name in arguments:
                 arguments[name] = canonical.rebuild(annotation, arguments[name])
         if step.redispatched == step.attempts:
-            yield Warn(UndeclaredEffectWarning, _DISPATCHED_AGAIN.format(tool=call.tool))  # may be made an error by the program
+            yield Warn(
+                UndeclaredEffectWarning, _DISPATCHED_AGAIN.format(tool=call.tool)
+            )  # may be made an error by the program
         result: Result = yield Invoke(run, step, call.function, arguments)
         error = result.error
         if error is None:
@@ -414,7 +423,12 @@ def left_in_doubt(run: LiveRun) -> Plan | None:
 
 
 def _cancelled(step: StepHistory) -> Draft:
-    described = {"type": "CancelledError", "module": "agent_run_ledger", "message": "the step was interrupted", "bases": []}
+    described = {
+        "type": "CancelledError",
+        "module": "agent_run_ledger",
+        "message": "the step was interrupted",
+        "bases": [],
+    }
     return _outcome(step, "cancelled", canonical.encode(described), may_repeat=False)
 
 

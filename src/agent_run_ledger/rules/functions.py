@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from types import CodeType, FunctionType
+from types import CodeType, FunctionType, GenericAlias
 from typing import Any, get_type_hints
 
-from agent_run_ledger import __version__
 from agent_run_ledger.errors import InvalidArguments
+from agent_run_ledger.model import LIBRARY_VERSION
 from agent_run_ledger.rules import digests
 
 _VARARGS, _VARKEYWORDS, _COROUTINE, _ASYNC_GENERATOR = 0x04, 0x08, 0x80, 0x200
@@ -69,10 +69,11 @@ def _inspected(function: Callable[..., Any]) -> Signature:
     while hasattr(inner, "func"):  # functools.partial
         inner = inner.func
     inner = getattr(inner, "__func__", inner)
-    code = getattr(inner, "__code__", None) or getattr(getattr(type(inner), "__call__", None), "__code__", None)
+    call = getattr(type(inner), "__call__", None)  # noqa: B004 - its code is wanted, not whether it can be called
+    code = getattr(inner, "__code__", None) or getattr(call, "__code__", None)
     is_async = inspect.iscoroutinefunction(inner) or inspect.isasyncgenfunction(inner)
     if not is_async and not isinstance(inner, type):
-        is_async = inspect.iscoroutinefunction(getattr(inner, "__call__", None))  # noqa: B004 - not a test of callability
+        is_async = inspect.iscoroutinefunction(call)
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):  # built-in functions without a signature
@@ -81,9 +82,7 @@ def _inspected(function: Callable[..., Any]) -> Signature:
     return Signature(
         names=tuple(p.name for p in parameters if p.kind in named),
         required=tuple(
-            p.name
-            for p in parameters
-            if p.default is p.empty and p.kind in (*named, inspect.Parameter.POSITIONAL_ONLY)
+            p.name for p in parameters if p.default is p.empty and p.kind in (*named, inspect.Parameter.POSITIONAL_ONLY)
         ),
         takes_any=any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters),
         is_async=is_async,
@@ -94,13 +93,13 @@ def _inspected(function: Callable[..., Any]) -> Signature:
 def check_arguments(tool: str, takes: Signature, arguments: Mapping[str, Any]) -> None:
     """Raises `InvalidArguments` where the stored arguments could not be given to the function by keyword."""
     missing = [name for name in takes.required if name not in arguments]
-    extra = [
-        name for name in arguments if name not in takes.names and not (takes.takes_any and isinstance(name, str))
-    ]
+    extra = [name for name in arguments if name not in takes.names and not (takes.takes_any and isinstance(name, str))]
     if missing or extra:
         said = [f"missing: {', '.join(missing)}"] if missing else []
         said += [f"not a parameter: {', '.join(map(str, extra))}"] if extra else []
-        raise InvalidArguments(f"{tool!r} cannot be called with these arguments ({'; '.join(said)}); nothing was dispatched")
+        raise InvalidArguments(
+            f"{tool!r} cannot be called with these arguments ({'; '.join(said)}); nothing was dispatched"
+        )
 
 
 def environment(version: str) -> str:
@@ -108,12 +107,20 @@ def environment(version: str) -> str:
     return f"{version} {_BENEATH}"
 
 
-_BENEATH = f"{__version__} python {sys.version_info.major}.{sys.version_info.minor}"
+_BENEATH = f"{LIBRARY_VERSION} python {sys.version_info.major}.{sys.version_info.minor}"
+
+
+def together(annotations: Iterable[Any]) -> Any:
+    """One annotation that names the classes of all of them, for `canonical.encode(declared=)`; None where there are none."""
+    parts = tuple(annotations)
+    return GenericAlias(tuple, parts) if parts else None
 
 
 def hints(function: Callable[..., Any]) -> dict[str, Any]:
     """The annotations of a function, resolved; {} where it has none or they name what is not there."""
     try:
         return get_type_hints(function, include_extras=True)
-    except Exception:  # an annotation may be any expression: without it values stay plain, which is what they are stored as
+    except (
+        Exception
+    ):  # an annotation may be any expression: without it values stay plain, which is what they are stored as
         return {}

@@ -90,4 +90,4 @@ def diagram() -> str:
 
 
 if __name__ == "__main__":
-    print(diagram())
+    print(diagram())  # noqa: T201 - this module can be run for it

@@ -70,7 +70,7 @@ class LoopDetectorPolicy:
     threshold: float = 0.92
 
     def __post_init__(self) -> None:
-        if not isinstance(self.max_repetitions, int) or self.max_repetitions < 1:
+        if type(self.max_repetitions) is not int or self.max_repetitions < 1:
             raise ValueError(f"max_repetitions must be a whole number of at least 1, not {self.max_repetitions!r}")
         if not 0 <= self.threshold <= 1:
             raise ValueError(f"threshold must be between 0 and 1, not {self.threshold!r}")
