@@ -1,6 +1,6 @@
 """The documentation is true: its snippets run, its links lead somewhere, its names exist, its tables come from the code.
 
-`python tests/test_docs.py` writes the generated parts anew; the tests fail where a page is stale.
+`PYTHONPATH=src python tests/test_docs.py` writes the generated parts anew; the tests fail where a page is stale.
 """
 
 from __future__ import annotations
@@ -30,21 +30,18 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
-if __name__ == "__main__":  # as a program it has to find the package by itself
-    sys.path.insert(0, str(ROOT / "src"))
-
 import agent_run_ledger
 from agent_run_ledger import AgentRunLedger, Effect, LedgerError, RunawayLoopException, RunLedger, StepInDoubt, errors
 from agent_run_ledger.cli import commands
 from agent_run_ledger.contract import Row
 from agent_run_ledger.engine.history import Outcome, StepHistory
 from agent_run_ledger.engine.recovery import Declaration, plan_recovery
-from agent_run_ledger.model import Event, Receipt, RetryPolicy, RunState
+from agent_run_ledger.model import Event, RetryPolicy, RunState
 from agent_run_ledger.rules import lifecycle
 from agent_run_ledger.stores.memory import MemoryStore
 from agent_run_ledger.testing import FakeClock
 
+ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "src" / "agent_run_ledger"
 DOCS = ROOT / "docs"
 TOP = [ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CHANGELOG.md")]
@@ -89,7 +86,9 @@ def blocks(page: Path) -> list[Block]:
     found = []
     for match in _FENCE.finditer(text):
         inner = "".join(line.removeprefix(match["indent"]) for line in match["text"].splitlines(keepends=True))
-        found.append(Block(match["language"], match["info"].strip(), inner, text.count("\n", 0, match.start("text")) + 1))
+        found.append(
+            Block(match["language"], match["info"].strip(), inner, text.count("\n", 0, match.start("text")) + 1)
+        )
     return found
 
 
@@ -123,6 +122,9 @@ class Reader:
                 self.python(block)
             elif block.language == "console":
                 self.console(block)
+            elif block.language == "sh":
+                for line in block.text.splitlines():
+                    check_without_running(list(itertools.dropwhile(lambda word: "=" in word, shlex.split(line))))
             elif block.language == "sql":
                 self.sql(block)
 
@@ -131,7 +133,7 @@ class Reader:
             self.module = types.ModuleType("a_page_of_the_documentation")
         sys.modules[self.module.__name__] = self.module  # dataclasses look themselves up
         code = compile("\n" * (block.line - 1) + block.text, str(self.page), "exec")
-        exec(code, self.module.__dict__)  # noqa: S102 - our own pages
+        exec(code, self.module.__dict__)
         self.ran += 1
 
     def console(self, block: Block) -> None:
@@ -213,7 +215,7 @@ def test_there_is_something_to_run() -> None:
     languages = [block.language for page in PAGES for block in blocks(page)]
     assert languages.count("python") > 40
     assert languages.count("console") >= 8
-    assert set(languages) <= {"python", "console", "sql", "mermaid", "text", "json"}
+    assert set(languages) <= {"python", "console", "sh", "sql", "mermaid", "text"}
 
 
 # --- the published programs -------------------------------------------------------------------------------------------
@@ -258,7 +260,9 @@ def test_the_published_agent_loop_is_halted_at_the_fourth_equal_call_and_at_the_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    names = run_published("= AgentRunLedger(", close=False, fetch_invoice=lambda number: {"number": number, "total": 120})
+    names = run_published(
+        "= AgentRunLedger(", close=False, fetch_invoice=lambda number: {"number": number, "total": 120}
+    )
     ledger, run_id = names["ledger"], names["run_id"]
     assert [record.tool_name for record in ledger.resume_run(run_id)] == ["fetch_invoice"]
     calls: list[int] = []
@@ -286,7 +290,7 @@ def run_published(contains: str, *, close: bool = True, **functions: Any) -> dic
     names: dict[str, Any] = {**functions}
     try:
         with contextlib.redirect_stdout(io.StringIO()), _undeclared_is_said():
-            exec(program(contains), names)  # noqa: S102 - our own page
+            exec(program(contains), names)
     finally:
         if close:
             names["ledger"].close()
@@ -340,8 +344,26 @@ def test_every_page_can_be_reached_from_the_readme() -> None:
 # --- names ------------------------------------------------------------------------------------------------------------
 
 _FOREIGN = frozenset(
-    "FULL NORMAL OFF agent asyncio base contextvars cp flock fullfsync hashlib json make max_retries previous "
-    "synchronous uniform urllib user_version".split()
+    {
+        "FULL",
+        "NORMAL",
+        "OFF",
+        "asyncio",
+        "base",
+        "contextvars",
+        "cp",
+        "flock",
+        "fullfsync",
+        "hashlib",
+        "json",
+        "make",
+        "max_retries",
+        "previous",
+        "synchronous",
+        "uniform",
+        "urllib",
+        "user_version",
+    }
 )
 """Names of the world that the pages may speak of beside those of the package."""
 
@@ -383,12 +405,26 @@ def test_the_page_speaks_of_no_name_that_does_not_exist(page: Path) -> None:
     unknown = []
     for span in re.findall(r"(?<!`)`([^`\n]+)`(?!`)", prose(page)):
         if re.search(r"\.(md|py|db|sql|toml|txt|lock|owners|json|backup)\b|[/-]", span):
-            if "/" in span and span.endswith((".py", ".sql")) and not is_a_file(span):
+            file = span.rpartition(" ")[2]
+            if "/" in file and file.endswith((".py", ".sql")) and not is_a_file(file):
                 unknown.append(span)
         elif _NAME.fullmatch(span):
+            owner, _, attribute = re.sub(r"\(.*", "", span).partition(".")
+            if owner in _OWNERS and not any(hasattr(each, attribute) for each in _OWNERS[owner]):
+                unknown.append(span)
             bare = re.sub(r"\"[^\"]*\"|'[^']*'", "", span)
             unknown += [span for word in re.findall(r"[A-Za-z_]\w*", bare) if word not in known]
     assert unknown == []
+
+
+_OWNERS: dict[str, tuple[object, ...]] = {
+    "ledger": (AgentRunLedger, RunLedger),
+    "run": (agent_run_ledger.Run, types.SimpleNamespace(result=None, run_id="")),
+    "Effect": (Effect,),
+    "LoopDetectorPolicy": (agent_run_ledger.LoopDetectorPolicy,),
+    "Budget": (agent_run_ledger.Budget,),
+}
+"""Whose attributes a span like `ledger.verify()` speaks of."""
 
 
 def is_a_file(span: str) -> bool:
@@ -429,7 +465,9 @@ _WORDS = {
 
 def recovery_table() -> str:
     """What `plan_recovery` answers for every kind of step that this version can meet."""
-    lines = ["| declared effect | in doubt | in doubt, attempts used up | failed, not acted upon | failed, attempts used up |"]
+    lines = [
+        "| declared effect | in doubt | in doubt, attempts used up | failed, not acted upon | failed, attempts used up |"
+    ]
     lines.append("|---|---|---|---|---|")
     cases = [
         ("`Effect.READ`", Declaration(Effect.READ)),
@@ -492,34 +530,52 @@ def module_table() -> str:
 
 
 def signature(path: str) -> str:
-    """The signature of a public name, with one parameter a line where it is long."""
-    module, _, rest = path.partition(":")
-    target: Any = importlib.import_module(f"agent_run_ledger.{module}" if rest else "agent_run_ledger")
-    for name in (rest or path).split("."):
+    """The signature of a public name (`Name.method`, or `module:Name.method`), one parameter a line where it is long."""
+    module, _, rest = path.rpartition(":")
+    target: Any = importlib.import_module(f"agent_run_ledger.{module}".rstrip("."))
+    for name in rest.split("."):
         target = getattr(target, name)
     described = inspect.signature(target)
-    parameters = [each for each in described.parameters.values() if each.name != "self"]
-    shown = str(described.replace(parameters=parameters)).replace("'", "")
-    shown = re.sub(r"<\w+\.(\w+): (\w+)>", r"\1.\2", shown)
-    shown = re.sub(r"= ([a-z]+)(?=[,)])", lambda m: f'= "{m[1]}"' if m[1] not in ("None", "True", "False") else m[0], shown)
-    shown = shown.replace("= :memory:", '= ":memory:"').replace("= runs.db", '= "runs.db"').replace("by: str = ,", 'by: str = "",')
-    shown = shown.replace("reason: str = )", 'reason: str = "")')
-    shown = shown.replace("-> AgentRunLedger", "").replace("-> None", "-> None")
-    if isinstance(target, type):
-        shown = shown.removesuffix(" -> None")
-    name = rest or path
-    if len(name + shown) <= 110:
-        return name + shown
-    inner, _, tail = shown[1:].rpartition(")")
-    parts = re.split(r", (?=[\w*]+(?::|=|,|$)|\*,|\*)", inner)
-    return f"{name}(\n" + "".join(f"    {part},\n" for part in parts).replace("*,,", "*,") + f"){tail}"
+    parts: list[str] = []
+    kinds = set()
+    for parameter in described.parameters.values():
+        if parameter.name == "self":
+            continue
+        if parameter.kind is inspect.Parameter.KEYWORD_ONLY and parameter.kind not in kinds:
+            parts.append("*")
+        kinds.add(parameter.kind)
+        parts.append(written(parameter))
+    returned = described.return_annotation
+    tail = "" if isinstance(target, type) or returned is inspect.Signature.empty else f" -> {annotation(returned)}"
+    line = f"{rest}({', '.join(parts)}){tail}"
+    return line if len(line) <= 110 else f"{rest}(\n" + "".join(f"    {part},\n" for part in parts) + f"){tail}"
+
+
+def written(parameter: inspect.Parameter) -> str:
+    stars = {inspect.Parameter.VAR_KEYWORD: "**", inspect.Parameter.VAR_POSITIONAL: "*"}.get(parameter.kind, "")
+    text = f"{stars}{parameter.name}"
+    has_default = parameter.default is not inspect.Parameter.empty
+    if parameter.annotation is not inspect.Parameter.empty:
+        text += f": {annotation(parameter.annotation)}"
+    if has_default:
+        default = parameter.default
+        said = json.dumps(default) if isinstance(default, str) else repr(default)
+        text += f" = {'…' if said.startswith('<') else said}"
+    return text
+
+
+def annotation(given: Any) -> str:
+    """An annotation as it is written in the code."""
+    return given.strip("'") if isinstance(given, str) else getattr(given, "__name__", str(given))
 
 
 def rewritten(page: Path, text: str) -> str:
     """The page as it should be."""
     for name, make in generated().items():
-        pattern = re.compile(rf"(<!-- begin: {name} -->\n).*?(\n<!-- end: {name} -->)", re.S)
-        text = pattern.sub(lambda match, make=make: match[1] + make() + match[2], text)  # type: ignore[misc]
+        begin, end = f"<!-- begin: {name} -->\n", f"<!-- end: {name} -->"
+        if begin in text:
+            before, _, rest = text.partition(begin)
+            text = f"{before}{begin}{make()}\n{end}{rest.partition(end)[2]}"
     text = re.sub(
         r"(<!-- signature: ([^ ]+) -->\n)```python signature\n.*?```",
         lambda match: f"{match[1]}```python signature\n{signature(match[2])}\n```",
@@ -543,12 +599,12 @@ def quoted(docstring: str) -> str:
 @pytest.mark.parametrize("page", [page for page in PAGES if page.is_file()], ids=name_of)
 def test_the_generated_parts_of_the_page_are_what_the_code_says(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
-    assert text == rewritten(page, text), f"{name_of(page)} is stale: run `python tests/test_docs.py`"
+    assert text == rewritten(page, text), f"{name_of(page)} is stale: run `PYTHONPATH=src python tests/test_docs.py`"
 
 
 def test_everything_that_is_generated_stands_on_some_page() -> None:
     text = "".join(page.read_text(encoding="utf-8") for page in PAGES)
-    assert [name for name in generated() if f"<!-- begin: {name} -->" not in text] == []
+    assert [name for name in generated() if not re.search(rf"<!-- begin: {name} -->\n[^<]", text)] == []
 
 
 def test_the_reference_has_every_public_name() -> None:
@@ -644,7 +700,7 @@ def verifier() -> Callable[[str], list[str]]:
     """The verifier that the page shows, as its reader would type it."""
     (block,) = (block for block in blocks(SCHEMA) if block.language == "python" and "def verify(" in block.text)
     names: dict[str, Any] = {}
-    exec(compile("\n" * (block.line - 1) + block.text, str(SCHEMA), "exec"), names)  # noqa: S102 - our own page
+    exec(compile("\n" * (block.line - 1) + block.text, str(SCHEMA), "exec"), names)
     imported = {node.names[0].name for node in ast.walk(ast.parse(block.text)) if isinstance(node, ast.Import)}
     assert imported == {"hashlib", "json", "sqlite3"}
     found: Callable[[str], list[str]] = names["verify"]
@@ -665,7 +721,10 @@ quote = """'{"tool":"other"}'"""
 @pytest.mark.parametrize(
     ("trigger", "damage"),
     [
-        ("entries_are_never_changed", f"UPDATE entries SET body = {blob('replace(CAST(body AS TEXT), 1, 7)')} WHERE seq = 5"),
+        (
+            "entries_are_never_changed",
+            f"UPDATE entries SET body = {blob('replace(CAST(body AS TEXT), 1, 7)')} WHERE seq = 5",
+        ),
         ("entries_are_never_changed", f"UPDATE entries SET payload = {blob(quote)} WHERE kind = 'intent'"),
         ("entries_are_never_changed", "UPDATE entries SET roots = zeroblob(32) WHERE seq = 1"),
         ("entries_are_never_changed", "UPDATE entries SET fingerprint = zeroblob(32) WHERE kind = 'intent'"),
@@ -694,7 +753,9 @@ def test_every_kind_of_entry_and_every_field_of_its_body_is_described(rich: Path
             found.setdefault(kind, set()).update(json.loads(body))
     assert found.keys() == described.keys()
     missing = {kind: found[kind] - described[kind] for kind in found if found[kind] - described[kind]}
-    invented = {kind: described[kind] - always - found[kind] for kind in found if described[kind] - always - found[kind]}
+    invented = {
+        kind: described[kind] - always - found[kind] for kind in found if described[kind] - always - found[kind]
+    }
     assert (missing, invented) == ({}, {})
 
 

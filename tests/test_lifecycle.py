@@ -118,5 +118,5 @@ def test_the_diagram_shows_every_arrow_and_no_other() -> None:
 
 def test_the_module_prints_the_diagram_of_the_documentation() -> None:
     command = [sys.executable, "-m", "agent_run_ledger.rules.lifecycle"]
-    printed = subprocess.run(command, capture_output=True, text=True, check=True, env=environment(), timeout=60)  # noqa: S603
+    printed = subprocess.run(command, capture_output=True, text=True, check=True, env=environment(), timeout=60)
     assert printed.stdout == lifecycle.diagram() + "\n"

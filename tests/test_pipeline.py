@@ -381,7 +381,11 @@ def test_steps_without_an_intent_may_be_added_and_changed(bench: Bench) -> None:
 def test_a_recorded_step_that_is_missing_or_rewired_diverges_and_nothing_is_run(bench: Bench, change: str) -> None:
     calls = Calls()
     one = [Step("a", lambda: calls.one("a")), Step("x", lambda: calls.one("x"))]
-    good = [*one, Step("b", lambda: calls.one("b"), ["a", "x"]), Step("c", lambda b: calls.one("c", ValueError(1)), ["b"])]
+    good = [
+        *one,
+        Step("b", lambda: calls.one("b"), ["a", "x"]),
+        Step("c", lambda b: calls.one("c", ValueError(1)), ["b"]),
+    ]
     with pytest.raises(StepFailed):
         bench.pipeline(RUN, *good).execute()
     made, before = len(calls), bench.rows(RUN)

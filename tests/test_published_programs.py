@@ -14,7 +14,7 @@ import pytest
 
 from support.processes import environment
 
-PIPELINE = '''
+PIPELINE = """
 from agent_run_ledger import RunLedger, Step, LoopDetectorPolicy
 
 ledger = RunLedger(
@@ -32,25 +32,25 @@ def synthesize_report(data: dict):
     return llm.generate(data)
 
 result = ledger.execute(company_id="acme-corp")
-'''
+"""
 
-AGENT = '''
+AGENT = """
 from agent_run_ledger import AgentRunLedger
 
 ledger = AgentRunLedger(db_path="production_agent.db", max_steps=30, loop_threshold=3)
 run_id = ledger.create_run(goal="Reconcile October invoices")
-'''
+"""
 
-STEP = '''
+STEP = """
 ledger.execute_step(
     run_id=run_id,
     tool_name="fetch_invoice",
     arguments={"invoice_id": "INV-109"},
     execution_fn=lambda: fetch_invoice("INV-109"),
 )
-'''
+"""
 
-WORLD = '''
+WORLD = """
 import json, os, signal, sys, warnings
 
 def note(*words):
@@ -63,7 +63,7 @@ def die():
 
 def tell(value):
     sys.stdout.write(json.dumps(value) + "\\n")
-'''
+"""
 
 
 class World:
@@ -91,30 +91,30 @@ def world(tmp_path: Path) -> World:
     return World(tmp_path)
 
 
-FETCH = '''
+FETCH = """
 class api:
     def get_financials(company):
         note("fetch", company)
         return {"company": company, "revenue": [1, 2.5]}
-'''
-DYING = '''
+"""
+DYING = """
 class llm:
     def generate(data):
         note("report", data)
         die()
-'''
-FAILING = '''
+"""
+FAILING = """
 class llm:
     def generate(data):
         note("report", data)
         raise ConnectionError("the model is away")
-'''
-WORKING = '''
+"""
+WORKING = """
 class llm:
     def generate(data):
         note("report", data)
         return "the report of " + data["company"]
-'''
+"""
 DATA = {"company": "acme-corp", "revenue": [1, 2.5]}
 
 
@@ -141,17 +141,17 @@ def test_the_pipeline_is_killed_twice_and_still_calls_its_first_step_once(world:
     assert step == (2,)
 
 
-FETCH_INVOICE = '''
+FETCH_INVOICE = """
 def fetch_invoice(invoice):
     note("fetch_invoice", invoice)
     return {"invoice": invoice, "total": 120}
-'''
-REFUSED = '''
+"""
+REFUSED = """
 try:
     {step}
 except {error} as error:
     tell([type(error).__name__, str(error)])
-'''
+"""
 
 
 def indented(step: str) -> str:
@@ -165,7 +165,9 @@ def test_the_agents_tool_that_fails_raises_runtime_error(world: World) -> None:
     assert (kind, text) == ("StepFailed", "Tool execution failed: ValueError: no invoice INV-109")
 
 
-def test_the_agents_fourth_equal_call_is_refused_before_it_is_executed_and_for_every_other_process(world: World) -> None:
+def test_the_agents_fourth_equal_call_is_refused_before_it_is_executed_and_for_every_other_process(
+    world: World,
+) -> None:
     imports = "from agent_run_ledger import RunawayLoopException, RunClosed"
     refused = REFUSED.format(step=indented(STEP), error="RunawayLoopException")
     kind, text = world.succeed(FETCH_INVOICE, AGENT, imports, STEP * 3, refused)
@@ -203,13 +205,13 @@ def test_the_agents_31st_step_is_refused_before_it_is_executed_and_for_every_oth
 
 
 def test_the_agent_that_was_killed_is_resumed_and_goes_on_at_the_frontier(world: World) -> None:
-    dying = '''
+    dying = """
 def fetch_invoice(invoice):
     note("fetch_invoice", invoice)
     if invoice == "INV-110":
         die()
     return {"invoice": invoice, "total": 120}
-'''
+"""
     second = STEP.replace("INV-109", "INV-110")
     assert world.run(dying, AGENT, STEP, second).returncode == -signal.SIGKILL
     known = f"run_id = {only_run(world)!r}\nrecords = ledger.resume_run(run_id)"

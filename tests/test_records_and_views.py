@@ -71,7 +71,15 @@ def look(bench: Bench, ledger: AgentRunLedger) -> None:
         journal = view(bench, "agent_step_journal", run_id)
         same = {"task_id": "run_id", "step_index": "step_number"}
         for row, record in zip(journal, records, strict=True):
-            for column in ("task_id", "step_index", "tool_name", "idempotency_key", "arguments_json", "output_json", "created_at"):
+            for column in (
+                "task_id",
+                "step_index",
+                "tool_name",
+                "idempotency_key",
+                "arguments_json",
+                "output_json",
+                "created_at",
+            ):
                 assert row[column] == record[same.get(column, column)]
 
 
@@ -279,7 +287,11 @@ def test_a_body_that_is_no_json_gives_nulls_and_no_error(bench: Bench) -> None:
 def test_the_views_are_for_reading(bench: Bench, name: str) -> None:
     bench.open().create_run("goal", RUN)
     with raw(bench.path) as connection:
-        for statement in (f"DELETE FROM {name}", f"UPDATE {name} SET tool_name = 'x'", f"INSERT INTO {name} DEFAULT VALUES"):
+        for statement in (
+            f"DELETE FROM {name}",
+            f"UPDATE {name} SET tool_name = 'x'",
+            f"INSERT INTO {name} DEFAULT VALUES",
+        ):
             with pytest.raises(sqlite3.OperationalError):
                 connection.execute(statement)
 

@@ -57,7 +57,9 @@ def test_decorrelated_jitter_is_drawn_between_base_and_three_times_the_wait_befo
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"max_attempts": 0}, {"base": -1.0}, {"cap": -0.1}, {"jitter": "none"}], ids=lambda wrong: next(iter(wrong))
+    "wrong",
+    [{"max_attempts": 0}, {"base": -1.0}, {"cap": -0.1}, {"jitter": "none"}],
+    ids=lambda wrong: next(iter(wrong)),
 )
 def test_a_retry_policy_that_makes_no_sense_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="RetryPolicy"):
@@ -120,7 +122,9 @@ def test_calls_that_may_repeat_are_never_a_loop() -> None:
     assert {detector.observe("poll", {}, "pending", may_repeat=True).level for _ in range(10)} == {"ok"}
 
 
-@pytest.mark.parametrize("wrong", [{"max_repetitions": 0}, {"max_repetitions": 1.5}, {"threshold": -0.1}, {"threshold": 1.1}])
+@pytest.mark.parametrize(
+    "wrong", [{"max_repetitions": 0}, {"max_repetitions": 1.5}, {"threshold": -0.1}, {"threshold": 1.1}]
+)
 def test_a_loop_policy_that_makes_no_sense_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
         LoopDetectorPolicy(**wrong)
@@ -129,7 +133,9 @@ def test_a_loop_policy_that_makes_no_sense_is_refused(wrong: dict[str, Any]) -> 
 # --- names ------------------------------------------------------------------------------------------------------------
 
 
-@given(st.text(st.characters(exclude_categories=["Cc", "Cs"]), min_size=1, max_size=80).filter(lambda text: text.strip()))
+@given(
+    st.text(st.characters(exclude_categories=["Cc", "Cs"]), min_size=1, max_size=80).filter(lambda text: text.strip())
+)
 def test_any_text_without_control_characters_is_a_name_and_stays_as_it_is(name: str) -> None:
     if len(name.encode()) <= 255:
         assert check_name("run_id", name) == name
@@ -144,7 +150,22 @@ def test_a_hostile_name_is_a_name(sample: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", ["", " ", "\t\n", "\u2003\u00a0", "a\x00b", "a\nb", "\x7f", "a\x85b", "\x9f", "\x1b[31m", HOSTILE["ELF"], "\ud800", "ab\udfff"]
+    "wrong",
+    [
+        "",
+        " ",
+        "\t\n",
+        "\u2003\u00a0",
+        "a\x00b",
+        "a\nb",
+        "\x7f",
+        "a\x85b",
+        "\x9f",
+        "\x1b[31m",
+        HOSTILE["ELF"],
+        "\ud800",
+        "ab\udfff",
+    ],
 )
 def test_empty_names_and_names_with_control_characters_or_surrogates_are_refused(wrong: str) -> None:
     with pytest.raises(InvalidName, match="run_id"):

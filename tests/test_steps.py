@@ -186,9 +186,7 @@ def test_the_function_knows_the_step_it_runs_in(bench: Bench) -> None:
     def tool() -> None:
         step = current_step()
         step.heartbeat()
-        seen.append(
-            (step.run_id, step.step_number, step.position, step.tool_name, step.attempt, step.fencing_token)
-        )
+        seen.append((step.run_id, step.step_number, step.position, step.tool_name, step.attempt, step.fencing_token))
         seen.append(step.idempotency_key)
 
     ledger = program(bench)
@@ -401,7 +399,7 @@ def test_a_hostile_exception_is_recorded_like_any_other(bench: Bench, kind: str)
     error = HOSTILE_ERRORS[kind]()
     ledger = program(bench)
     with pytest.raises(StepFailed) as live:
-        ledger.execute_step(RUN, "t", {}, raising(error))
+        ledger.execute_step(RUN, "t", {}, raising(error), raises=(ValueError,), fatal=(KeyError,))
     assert ledger.execute_step(RUN, "next", {}, lambda: 1) == 1
     assert len(bench.rows(RUN)[2].payload or b"") < 20_000
     with pytest.raises(StepFailed) as replayed:
@@ -424,7 +422,12 @@ def test_after_n_equal_calls_with_equal_outcome_the_next_is_refused_and_the_run_
     error = caught.value
     assert RunawayLoopException is RunawayLoopDetectedException
     assert isinstance(error, RuntimeError)
-    assert (error.run_id, error.rule, error.evidence, error.status) == (RUN, "identical_calls", (1, 2, 3), "DEAD_LETTER")
+    assert (error.run_id, error.rule, error.evidence, error.status) == (
+        RUN,
+        "identical_calls",
+        (1, 2, 3),
+        "DEAD_LETTER",
+    )
     bench.owners_die()
     other = bench.open()
     record = other.get_run(RUN)
@@ -739,7 +742,9 @@ def test_wait_waits_for_the_owner_and_no_longer_than_it_says(bench: Bench, monke
         ledger.create_run(GOAL, RUN)
 
 
-def test_each_change_of_owner_raises_the_token_and_every_step_carries_the_one_it_was_written_under(bench: Bench) -> None:
+def test_each_change_of_owner_raises_the_token_and_every_step_carries_the_one_it_was_written_under(
+    bench: Bench,
+) -> None:
     for number in range(3):
         ledger = program(bench)
         for step in range(number + 1):

@@ -9,7 +9,15 @@ from typing import Any
 
 import pytest
 
-from agent_run_ledger import AgentRunLedger, Effect, Finding, RetryPolicy, StepFailed, VerificationReport
+from agent_run_ledger import (
+    AgentRunLedger,
+    Effect,
+    Finding,
+    RetryPolicy,
+    RunawayLoopException,
+    StepFailed,
+    VerificationReport,
+)
 from support.ledgers import KINDS, Bench, Died, Tool, raising, raw
 
 RUN = "audited"
@@ -32,9 +40,10 @@ def every_kind_of_entry(bench: Bench) -> None:
     ledger.execute_step(OTHER, "t", {}, lambda: bench.open().cancel(OTHER, by="ann"))
     for run_id in ("parked", "looping", "aborted"):
         ledger.create_run(run_id, run_id)
-    with pytest.raises(RuntimeError):
-        for _ in range(3):
-            ledger.execute_step("looping", "t", {}, lambda: 1)
+    for _ in range(2):
+        ledger.execute_step("looping", "t", {}, lambda: 1)
+    with pytest.raises(RunawayLoopException):
+        ledger.execute_step("looping", "t", {}, lambda: 1)
     ledger.abort_run("aborted", "why")
     ledger.execute_step("parked", "t", {}, lambda: 1)
     with pytest.raises(Died), bench.open().open_run("open", "open") as run:
@@ -49,7 +58,9 @@ def test_a_clean_ledger_has_no_finding(tmp_path: Path, kind: str) -> None:
         every_kind_of_entry(bench)
         ledger = bench.open()
         entries = {run.run_id: len(bench.rows(run.run_id)) for run in ledger.runs()}
-        assert ledger.verify() == VerificationReport(ok=True, findings=[], entries=sum(entries.values()), runs=len(entries))
+        assert ledger.verify() == VerificationReport(
+            ok=True, findings=[], entries=sum(entries.values()), runs=len(entries)
+        )
         for run_id, size in entries.items():
             assert ledger.verify(run_id) == VerificationReport(ok=True, findings=[], entries=size, runs=1)
 
@@ -115,7 +126,9 @@ def test_a_change_of_any_column_of_any_entry_is_found_and_named(bench: Bench, co
         statement = f"UPDATE entries SET {column} = ? WHERE run_id = ? AND seq = ?"
         tamper(bench, statement, new, RUN, entry["seq"])
         found = findings(bench)
-        assert (RUN, entry["seq"]) in {(finding.run_id, finding.seq) for finding in found}, f"{entry['kind']} {entry['seq']}"
+        assert (RUN, entry["seq"]) in {(finding.run_id, finding.seq) for finding in found}, (
+            f"{entry['kind']} {entry['seq']}"
+        )
         assert all(names(finding, RUN) and finding.code and finding.message for finding in found)
         assert findings(bench, RUN) == [finding for finding in found if finding.run_id]
         tamper(bench, statement, entry[column], RUN, entry["seq"])
@@ -190,7 +203,9 @@ def test_an_entry_that_was_put_in_is_found_and_named(bench: Bench, source: int) 
 
 def test_an_entry_from_another_run_is_found_and_named(bench: Bench) -> None:
     columns = ", ".join(COLUMNS)
-    statement = f"INSERT INTO entries (run_id, seq, {columns}) SELECT ?, ?, {columns} FROM entries WHERE run_id = ? AND seq = 2"
+    statement = (
+        f"INSERT INTO entries (run_id, seq, {columns}) SELECT ?, ?, {columns} FROM entries WHERE run_id = ? AND seq = 2"
+    )
     tamper(bench, statement, RUN, len(entries_of(bench)) + 1, OTHER)
     assert RUN in {finding.run_id for finding in findings(bench)}
 
@@ -232,7 +247,9 @@ def test_a_payload_that_no_entry_names_is_found(bench: Bench) -> None:
 @pytest.mark.parametrize(
     "statement", ["UPDATE secrets SET secret = NULL", "UPDATE secrets SET secret = zeroblob(32)", "DELETE FROM secrets"]
 )
-def test_a_secret_that_was_changed_or_taken_away_while_its_payloads_stand_is_found(bench: Bench, statement: str) -> None:
+def test_a_secret_that_was_changed_or_taken_away_while_its_payloads_stand_is_found(
+    bench: Bench, statement: str
+) -> None:
     tamper(bench, statement)
     assert RUN in {finding.run_id for finding in findings(bench)}
 
@@ -314,7 +331,8 @@ def test_a_body_rewritten_with_its_roots_must_still_agree_with_the_rest(bench: B
 def test_an_erased_payload_is_no_finding(bench: Bench) -> None:
     with raw(bench.path) as connection:
         connection.execute(
-            "UPDATE entries SET payload = NULL, digest = NULL, fingerprint = NULL, encoding = NULL WHERE run_id = ?", (RUN,)
+            "UPDATE entries SET payload = NULL, digest = NULL, fingerprint = NULL, encoding = NULL WHERE run_id = ?",
+            (RUN,),
         )
         connection.execute("UPDATE payloads SET bytes = NULL WHERE run_id = ?", (RUN,))
     assert findings(bench) == []
@@ -339,5 +357,11 @@ def test_a_run_that_cannot_be_read_is_listed_as_such_beside_the_others(bench: Be
 def test_a_payload_that_cannot_be_read_is_shown_as_such_beside_the_other_steps(bench: Bench) -> None:
     failed = next(row.seq for row in bench.rows(RUN) if row.kind == "outcome" and b'"failed"' in row.body)
     for payload in (b"not json", b"7", b"\xff"):
-        tamper(bench, "UPDATE entries SET payload = ? WHERE run_id = ? AND seq >= ? AND kind = 'outcome'", payload, RUN, failed)
+        tamper(
+            bench,
+            "UPDATE entries SET payload = ? WHERE run_id = ? AND seq >= ? AND kind = 'outcome'",
+            payload,
+            RUN,
+            failed,
+        )
         assert len(bench.open().steps(RUN)) == 5

@@ -428,7 +428,7 @@ def function_call(
     tool: str, arguments: Mapping[str, Any], function: Callable[..., Any], options: Options, limit: int
 ) -> Call:
     """A call as the program spells it, checked as far as it can be before anything happens."""
-    if not isinstance(arguments, Mapping):
+    if type(arguments) is not dict and not isinstance(arguments, Mapping):
         raise InvalidArguments(f"the arguments of {tool!r} must be a mapping, not {type(arguments).__name__}")
     takes = functions.signature(function)
     if takes.is_async:

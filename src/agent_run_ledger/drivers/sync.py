@@ -60,7 +60,10 @@ class SyncDriver:
         run = cast(HeldRun, effect.run)
         with run.lock:
             if effect.token is None:
-                self._leases.hold(run)
+                if run.is_held and self._clock.elapsed() < run.expires:
+                    run.is_touched = True  # the usual case, without a further call
+                else:
+                    self._leases.hold(run)
             elif effect.token != run.token or not run.is_held:
                 raise LeaseLost(run.run_id, effect.token)
             while run.owed:

@@ -163,7 +163,9 @@ class History:
         else:
             self._other(row, body)
         closed = len(row.roots) // 32 - 1
-        self.frontier = [*self.frontier[: len(self.frontier) - closed], row.roots[-32:]]
+        if closed:
+            del self.frontier[-closed:]
+        self.frontier.append(row.roots[-32:])
         self.size = row.seq
         self.state = _STATES[body["state"]]
         self.steps = body["steps"]

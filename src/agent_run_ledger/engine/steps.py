@@ -376,6 +376,8 @@ def _returned(run: LiveRun, call: Call, step: StepHistory, value: Any) -> Draft:
 def _error(run: LiveRun, call: Call, step: StepHistory, ok: str, error: Exception) -> Draft:
     """An error as data; `error_id` is what the loop rules compare, since a traceback differs each time."""
     described = failures.describe(error)
+    if type(error) is canonical.Unstorable:
+        described["path"] = error.path
     draft = _outcome(step, ok, canonical.encode(described), call.options.may_repeat)
     draft.fields["error_id"] = digests.salted(run.history.secret, failures.text(described).encode())
     if failures.is_ambiguous(error):
@@ -388,7 +390,7 @@ def _settle(call: Call, draft: Draft, error: BaseException | None, run: LiveRun,
     if error is None:
         return Plan([draft])
     step = run.history.positions[draft.position or ""]
-    if isinstance(error, call.options.fatal):
+    if issubclass(type(error), call.options.fatal):  # an exception may hide behind its `__class__`
         payload = canonical.encode({"reason": f"step {step.number}, {step.tool!r}, failed with a fatal error"})
         return Plan([draft, Draft("aborted", Event.ABORT, {}, payload)])
     retry = call.options.retry
@@ -461,12 +463,13 @@ def _hand_out(run: LiveRun, call: Call, step: StepHistory, cause: BaseException 
     text = failures.text(described)
     if outcome.ok == "unstorable":
         raise UnserialisableOutput(
-            f"{call.tool!r} was executed, and is recorded as executed, but its output cannot be stored: {text}", "$"
+            f"{call.tool!r} was executed, and is recorded as executed, but its output cannot be stored: {text}",
+            described.get("path", "$"),
         )
     kind = StepCancelled if outcome.ok == "cancelled" else StepFailed
     failed = kind(run.run_id, step.number, step.tool, described, text)
     for declared in call.options.raises:
-        if cause is not None and isinstance(cause, declared):
+        if cause is not None and issubclass(type(cause), declared):
             raise cause
         if cause is None and failures.matches(described, declared):
             raise failures.revive(declared, described, failed)
