@@ -9,7 +9,6 @@ import argparse
 import ast
 import builtins
 import contextlib
-import fnmatch
 import importlib
 import inspect
 import io
@@ -19,14 +18,17 @@ import keyword
 import os
 import re
 import shlex
+import signal
 import sqlite3
 import subprocess
 import sys
+import threading
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import pytest
 
@@ -155,7 +157,8 @@ class Reader:
                 text=True,
                 timeout=60,
             )
-            said = done.stdout + ("Killed\n" if done.returncode == -9 else done.stderr)
+            said = done.stdout + ("Killed\n" if done.returncode == -signal.SIGKILL else done.stderr)
+            assert done.returncode == (-signal.SIGKILL if expected.endswith("Killed\n") else 0), said
             assert agrees(said, expected), f"{name_of(self.page)}:{block.line}: {command}\n{said}"
 
     def sql(self, block: Block) -> None:
@@ -183,10 +186,9 @@ def commands_of(block: Block) -> Iterator[tuple[str, str]]:
 
 
 def agrees(said: str, shown: str) -> bool:
-    """Whether an output is what the page shows: line by line, where … stands for anything; nothing shown is anything."""
-    pattern = re.sub(r"\\?…\s*\n(?=.)", "…\n", shown.strip())
-    wanted = fnmatch.translate(re.sub(r"([*?\[])", r"[\1]", pattern).replace("…", "*"))
-    return not pattern or re.fullmatch(wanted, said.strip()) is not None
+    """Whether an output is what the page shows, where … stands for anything. Where nothing is shown, anything is right."""
+    pattern = ".*".join(map(re.escape, shown.strip().split("…")))
+    return not pattern or re.fullmatch(pattern, said.strip(), re.S) is not None
 
 
 def check_without_running(words: list[str]) -> None:
@@ -307,6 +309,55 @@ def _undeclared_is_said() -> Iterator[None]:
         yield
 
 
+class ScriptedEndpoint(BaseHTTPRequestHandler):
+    """An endpoint that asks for one tool call, a wrong one, a right one, and then answers."""
+
+    asked: ClassVar[list[dict[str, Any]]] = []
+
+    def do_POST(self) -> None:
+        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.asked.append(request)
+        told = [message["content"] for message in request["messages"] if message["role"] == "tool"]
+        message: dict[str, Any] = {"role": "assistant", "content": f"It is {told}."}
+        if len(told) < 2:
+            arguments = json.dumps({"number": "INV-107"} if told else {"nummer": "INV-107"})
+            function = {"name": "read_invoice", "arguments": arguments}
+            calls = [{"id": f"call {len(told)}", "type": "function", "function": function}]
+            message = {"role": "assistant", "content": None, "tool_calls": calls}
+        answer = json.dumps({"choices": [{"message": message}]}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer)
+
+    def log_message(self, format: str, *args: Any) -> None: ...
+
+
+def test_the_agent_of_the_tutorial_asks_a_real_endpoint_once_for_each_answer(tmp_path: Path) -> None:
+    (block,) = (block for block in blocks(DOCS / "tutorial" / "first-agent.md") if block.title == "model_agent.py")
+    said = []
+    with ThreadingHTTPServer(("127.0.0.1", 0), ScriptedEndpoint) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        for _ in range(2):
+            done = subprocess.run(
+                [sys.executable, "-W", "error", "-c", block.text],
+                cwd=tmp_path,
+                env=os.environ
+                | {"PYTHONPATH": str(ROOT / "src"), "OPENAI_BASE_URL": f"http://127.0.0.1:{server.server_port}/v1"}
+                | {"OPENAI_MODEL": "scripted", "no_proxy": "127.0.0.1"},
+                capture_output=True,
+                text=True,
+                timeout=60,
+            )
+            assert done.returncode == 0, done.stderr
+            said.append(done.stdout)
+        server.shutdown()
+    assert said[0] == said[1]
+    assert "InvalidArguments" in said[0]
+    assert '"total": 80' in said[0]
+    assert [len(request["messages"]) for request in ScriptedEndpoint.asked] == [1, 3, 5]
+
+
 # --- links ------------------------------------------------------------------------------------------------------------
 
 
@@ -410,7 +461,7 @@ def test_the_page_speaks_of_no_name_that_does_not_exist(page: Path) -> None:
                 unknown.append(span)
         elif _NAME.fullmatch(span):
             owner, _, attribute = re.sub(r"\(.*", "", span).partition(".")
-            if owner in _OWNERS and not any(hasattr(each, attribute) for each in _OWNERS[owner]):
+            if attribute and owner in _OWNERS and not any(hasattr(each, attribute) for each in _OWNERS[owner]):
                 unknown.append(span)
             bare = re.sub(r"\"[^\"]*\"|'[^']*'", "", span)
             unknown += [span for word in re.findall(r"[A-Za-z_]\w*", bare) if word not in known]
@@ -456,10 +507,10 @@ def lifecycle_table() -> str:
 
 
 _WORDS = {
-    "dispatch": "dispatched again, with the stored arguments and the same key",
-    "dispatch_undeclared": "dispatched again, and said aloud: entry `redispatched_undeclared`, `UndeclaredEffectWarning`",
-    "park": "not dispatched: the run is parked as `BLOCKED`, `StepInDoubt` is raised",
-    "dead_letter": "not dispatched: the run is a `DEAD_LETTER`, `AttemptsExhausted` is raised",
+    "dispatch": "dispatched again",
+    "dispatch_undeclared": "dispatched again, with a warning",
+    "park": "**parked**",
+    "dead_letter": "dead letter",
 }
 
 
@@ -552,7 +603,7 @@ def signature(path: str) -> str:
 
 
 def written(parameter: inspect.Parameter) -> str:
-    stars = {inspect.Parameter.VAR_KEYWORD: "**", inspect.Parameter.VAR_POSITIONAL: "*"}.get(parameter.kind, "")
+    stars = "**" if parameter.kind is inspect.Parameter.VAR_KEYWORD else ""
     text = f"{stars}{parameter.name}"
     has_default = parameter.default is not inspect.Parameter.empty
     if parameter.annotation is not inspect.Parameter.empty:
@@ -614,6 +665,13 @@ def test_the_reference_has_every_public_name() -> None:
     assert set(agent_run_ledger.__all__) - described == set()
 
 
+def test_the_reference_has_every_code_of_a_finding() -> None:
+    code = (PACKAGE / "engine" / "audit.py").read_text(encoding="utf-8")
+    codes = {"storage", *re.findall(r'self\.found\([^"]*?, "(\w+)"', code)}
+    listed = section(PYTHON_API.read_text(encoding="utf-8"), "Finding").partition("`code` is one of")[2]
+    assert set(re.findall(r"`(\w+)`", listed)) == codes
+
+
 def test_every_error_and_warning_is_explained() -> None:
     classes = [
         name
@@ -624,6 +682,24 @@ def test_every_error_and_warning_is_explained() -> None:
     assert [name for name, _ in sections] == classes
     bare = [name for name, text in sections if not re.search(r"\*\*(Do|Next)", text)]
     assert bare == [], "each says what to do"
+
+
+def test_the_attributes_of_every_error_are_listed() -> None:
+    text = ERRORS.read_text(encoding="utf-8")
+    tree = ast.parse((PACKAGE / "errors.py").read_text(encoding="utf-8"))
+    for definition in (node for node in tree.body if isinstance(node, ast.ClassDef)):
+        own = {
+            target.attr
+            for node in ast.walk(definition)
+            if isinstance(node, ast.Assign)
+            for target in node.targets
+            if isinstance(target, ast.Attribute)
+        }
+        own |= {
+            node.name for node in definition.body if isinstance(node, ast.FunctionDef) and node.decorator_list
+        }  # properties
+        listed = re.search(r"Attributes: ([^.]*)", section(text, definition.name))
+        assert set(re.findall(r"`(\w+)`", listed[1] if listed else "")) == own, definition.name
 
 
 # --- entries and schema -----------------------------------------------------------------------------------------------
@@ -677,13 +753,14 @@ def fill(ledger: AgentRunLedger) -> None:
         run.result = {"$looks": "like a tag"}
     with contextlib.suppress(KeyError), ledger.open_run("parked", "parked"):
         raise KeyError("x")
-    for name in ("loop", "spent", "aborted", "cancelled", "asked", "undeclared", "doubt", "exhausted"):
+    for name in ("loop", "spent", "aborted", "fatal", "cancelled", "asked", "undeclared", "doubt", "exhausted"):
         ledger.create_run(name, name)
     for _ in range(4):
         step("loop", "same", fails)
     for number in range(9):
         step("spent", f"tool {number}", lambda: 1)
     ledger.abort_run("aborted", "no reason")
+    step("fatal", "fails", fails, fatal=(ValueError,))
     ledger.cancel("cancelled", by="ann", reason="enough")
     step("asked", "asks for the end", lambda: ledger.cancel("asked"))
     for run_id, effect in (("undeclared", None), ("doubt", Effect.MUTATE)):
@@ -791,6 +868,53 @@ def test_the_numbers_on_the_page_are_those_of_the_code() -> None:
     assert f"{MAX_NESTING} containers" in limits
     assert f"{MAX_BYTES} bytes" in limits
     assert "16 MiB" in limits
+
+
+# --- durability -------------------------------------------------------------------------------------------------------
+
+
+class Observed(MemoryStore):
+    """Remembers of each append what it was of, and whether it had to be synced."""
+
+    def __init__(self) -> None:
+        super().__init__(clock=FakeClock())
+        self.synced: dict[str, set[bool]] = {}
+
+    def append(self, run_id: str, token: int, inbox: int, rows: Sequence[Row], *, synced: bool) -> bool:
+        kinds = [row.kind for row in rows]
+        if rows[-1].kind == "intent":
+            is_read = json.loads(rows[-1].body).get("effect") == "READ"
+            kinds = ["intent of an `Effect.READ` step" if is_read else "intent of any other step"]
+        self.synced.setdefault(" and ".join(kinds), set()).add(synced)
+        return super().append(run_id, token, inbox, rows, synced=synced)
+
+
+@pytest.mark.parametrize("durability", ["full", "process"])
+def test_what_is_synced_is_what_the_table_says(durability: Literal["full", "process"]) -> None:
+    store = Observed()
+    with (
+        AgentRunLedger(store, max_steps=8, durability=durability, clock=store.clock, heartbeat_seconds=29.0) as ledger,
+        _undeclared_is_said(),
+    ):
+        fill(ledger)
+    page = (DOCS / "reference" / "durability.md").read_text(encoding="utf-8")
+    column = {"full": 2, "process": 3}[durability]
+    table = {cells[1].strip(): cells[column].strip() for line in page.splitlines() if (cells := line.split("|"))[3:]}
+    rows = {
+        "outcome": "outcome",
+        "value": "recorded value (`run.now()` and the like)",
+        "parked": "parking",
+        "refused": "refusal by the breaker or the budget, attempts used up",
+        "exhausted": "refusal by the breaker or the budget, attempts used up",
+        "finished": "end of a run: finished, aborted, cancelled by its owner",
+        "aborted": "end of a run: finished, aborted, cancelled by its owner",
+        "cancelled": "end of a run: finished, aborted, cancelled by its owner",
+        "outcome and aborted": "end of a run together with an outcome: a fatal error, a request to cancel",
+        "outcome and cancelled": "end of a run together with an outcome: a fatal error, a request to cancel",
+    }
+    assert store.synced.keys() - rows.keys() == {"intent of an `Effect.READ` step", "intent of any other step"}
+    for kinds, observed in store.synced.items():
+        assert {"synced" if each else "written" for each in observed} == {table[rows.get(kinds, kinds)]}, kinds
 
 
 # --- the page on deaths -----------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import subprocess
@@ -310,6 +311,30 @@ def test_an_owner_that_was_stopped_between_intent_and_dispatch_does_not_dispatch
             owner.send(signal.SIGCONT)
             assert owner.hear() == "LeaseLost"
             assert steps_seen(witness) == ["by the taker"]
+
+
+STOPPED_IN_A_STEP = """
+import os, signal
+ledger = AgentRunLedger(arguments[0], durability="process", lease_seconds=0.5, heartbeat_seconds=0.4)
+ledger._leases.beat = lambda: None  # a heartbeat that wakes first would find it out before the write does
+ledger.create_run("owned", "r")
+try:
+    ledger.execute_step("r", "work", {}, lambda: os.kill(os.getpid(), signal.SIGSTOP))
+except LedgerError as error:
+    tell(type(error).__name__)
+"""
+
+
+def test_the_write_of_an_old_owner_is_refused_though_the_new_one_has_written_nothing_yet(database: Path) -> None:
+    with child(STOPPED_IN_A_STEP, database) as owner:
+        os.waitid(os.P_PID, owner.pid, os.WSTOPPED | os.WNOWAIT)
+        with AgentRunLedger(database, durability="process") as taker:
+            (in_doubt,) = taker.resume_run("r", wait=60.0)
+            before = taker.tree_head("r")
+            owner.send(signal.SIGCONT)
+            assert owner.hear() == "LeaseLost"
+            assert taker.tree_head("r") == before
+            assert taker.steps("r") == [dataclasses.replace(in_doubt, replayed=False)]
 
 
 def test_a_step_that_lasts_longer_than_the_lease_keeps_it(database: Path, witness: Witness) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime as dt
 import enum
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, make_dataclass
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -172,15 +172,35 @@ def test_typed_inputs_outputs_and_results_are_rebuilt_live_and_at_replay(bench: 
     results = []
     for life in range(3):
         ledger = bench.pipeline(RUN, Step("fetch", fetch), Step("report", report, ["fetch"], effect=Effect.READ))
-        with told(PlainDataWarning):
-            if life == 0:
-                with pytest.raises(Died):
-                    ledger.execute(kind=Kind.FULL, day=dt.date(2026, 10, 1))
-            else:
-                results.append(ledger.execute(kind=Kind.FULL, day=dt.date(2026, 10, 1)))
+        if life == 0:
+            with pytest.raises(Died):
+                ledger.execute(kind=Kind.FULL, day=dt.date(2026, 10, 1))
+        else:
+            results.append(ledger.execute(kind=Kind.FULL, day=dt.date(2026, 10, 1)))
     figures = [Figures(Decimal("1.10"), dt.date(2026, 10, 1))]
     assert seen == [(Kind.FULL, figures)] * 2
     assert results == [Report(kind=Kind.FULL, figures=figures)] * 2
+
+
+def test_a_parameter_without_an_annotation_takes_an_output_as_what_it_was_returned_as(bench: Bench) -> None:
+    def figures() -> Figures:
+        return Figures(Decimal(1), dt.date(2026, 10, 1))
+
+    steps = [
+        Step("figures", figures),
+        Step("plain", lambda: {"x": 1}),
+        Step("sum", lambda data, plain: [type(data).__name__, plain], ["figures", "plain"]),
+    ]
+    assert bench.pipeline(RUN, *steps).execute() == ["Figures", {"x": 1}]
+
+
+def test_a_step_of_an_undeclared_class_gets_plain_data_and_a_warning_says_so(bench: Bench) -> None:
+    local: Any = make_dataclass(f"Undeclared_{bench.kind}", [("amount", int)])
+    with told(PlainDataWarning) as warnings:
+        assert bench.pipeline(RUN, Step("a", lambda: local(1)), Step("b", lambda a: a, ["a"])).execute() == {
+            "amount": 1
+        }
+    assert len(warnings) == 1
 
 
 # --- refused before anything runs -------------------------------------------------------------------------------------
@@ -391,7 +411,12 @@ def test_a_recorded_step_that_is_missing_or_rewired_diverges_and_nothing_is_run(
     made, before = len(calls), bench.rows(RUN)
     wrong = {
         "missing": [*one, Step("c", lambda: calls.one("c"))],
-        "rewired": [*one, Step("b", lambda: calls.one("b"), ["a"]), Step("c", lambda b: calls.one("c"), ["b"])],
+        "rewired": [
+            Step("new", lambda: calls.one("new")),
+            *one,
+            Step("b", lambda: calls.one("b"), ["a"]),
+            Step("c", lambda b: calls.one("c"), ["b"]),
+        ],
         "renamed": [*one, Step("b2", lambda: calls.one("b"), ["a", "x"]), Step("c", lambda b2: calls.one("c"), ["b2"])],
         "order of dependencies": [*one, Step("b", lambda: calls.one("b"), ["x", "a"]), good[-1]],
     }[change]

@@ -171,6 +171,17 @@ def test_undeclared_block_parks_instead(bench: Bench) -> None:
         assert program(bench, undeclared="dispatch").execute_step(RUN, "t", {}, lambda: 1) == 1
 
 
+def test_a_run_with_a_mutation_in_doubt_cannot_be_finished_but_can_be_aborted(bench: Bench) -> None:
+    die_in(program(bench), effect=Effect.MUTATE)
+    bench.owners_die()
+    ledger = bench.open()
+    ledger.resume_run(RUN)
+    with pytest.raises(StepInDoubt, match="never settled"):
+        ledger.finish_run(RUN)
+    ledger.abort_run(RUN, "looked at by hand")
+    assert ledger.get_run(RUN).status == "FAILED"
+
+
 def test_a_parked_step_does_not_stand_in_the_way_of_other_runs(bench: Bench) -> None:
     die_in(program(bench), effect=Effect.MUTATE)
     ledger = program(bench)
@@ -287,6 +298,14 @@ def test_changed_tool_code_starts_the_attempts_afresh(bench: Bench) -> None:
         return "mended"
 
     assert program(bench).execute_step(RUN, "t", {}, mended) == "mended"
+
+
+def test_changed_code_has_as_many_attempts_as_the_first_and_no_more(bench: Bench) -> None:
+    for version in ("1", "2"):
+        for _ in range(4):
+            fail_in(program(bench), version=version)
+    with pytest.raises(AttemptsExhausted):
+        program(bench).execute_step(RUN, "t", {}, raising(ValueError("no")), version="2")
 
 
 def test_a_changed_version_starts_the_attempts_afresh_and_an_equal_one_does_not(bench: Bench) -> None:
@@ -517,12 +536,13 @@ def test_a_program_that_goes_on_after_an_interruption_has_the_step_recorded_as_c
     with pytest.raises(KeyboardInterrupt):
         ledger.execute_step(RUN, "t", {}, raising(KeyboardInterrupt()))
     assert ledger.execute_step(RUN, "next", {}, lambda: 2) == 2
+    assert ledger.execute_step(RUN, "third", {}, lambda: 3) == 3
     ledger = program(bench)
     with pytest.raises(StepCancelled) as caught:
         ledger.execute_step(RUN, "t", {}, never)
     assert isinstance(caught.value, TimeoutError)
     assert ledger.execute_step(RUN, "next", {}, never) == 2
-    assert bench.kinds(RUN) == ["created", "intent", "outcome", "intent", "outcome"]
+    assert bench.kinds(RUN) == ["created", *["intent", "outcome"] * 3]
 
 
 @pytest.mark.parametrize("goes_on", ["now", "random", "uuid4", None])

@@ -474,6 +474,17 @@ def test_a_call_that_may_repeat_is_never_refused(bench: Bench) -> None:
         assert ledger.execute_step(RUN, "poll", {}, lambda: "pending", may_repeat=True) == "pending"
 
 
+def test_calls_that_may_repeat_leave_nothing_in_the_breakers_memory_and_pass_where_it_would_refuse(
+    bench: Bench,
+) -> None:
+    ledger = program(bench, loop_threshold=2)
+    for may_repeat in (True, True, False, False, True, True):
+        assert ledger.execute_step(RUN, "poll", {}, lambda: "pending", may_repeat=may_repeat) == "pending"
+    with pytest.raises(RunawayLoopException) as caught:
+        ledger.execute_step(RUN, "poll", {}, never)
+    assert caught.value.evidence == (3, 4)
+
+
 def test_all_attempts_of_a_step_are_one_call(bench: Bench) -> None:
     ledger = program(bench, loop_threshold=2)
     policy = RetryPolicy(max_attempts=3, base=0.0)
@@ -763,6 +774,7 @@ def test_a_call_while_another_of_the_run_is_in_flight_is_refused(bench: Bench) -
             lambda: ledger.execute_step(RUN, "other", {}, never),
             lambda: ledger.finish_run(RUN),
             lambda: ledger.abort_run(RUN, "why"),
+            lambda: ledger.detach(RUN),
         ):
             with pytest.raises(UnorderedStep) as caught:
                 call()
@@ -775,7 +787,7 @@ def test_a_call_while_another_of_the_run_is_in_flight_is_refused(bench: Bench) -
         return "done"
 
     assert ledger.execute_step(RUN, "t", {}, tool) == "done"
-    assert len(refused) == 3
+    assert len(refused) == 4
     assert all("'t'" in str(error) for error in refused)
     assert bench.kinds(RUN) == ["created", "intent", "outcome"]
 
@@ -851,6 +863,20 @@ def test_another_owner_cancels_through_the_inbox_and_the_step_in_flight_is_recor
     with pytest.raises(RunClosed, match="CANCELLED"):
         ledger.execute_step(RUN, "u", {}, never)
     assert other.get_run(RUN).cause == "stop"
+    assert other.verify().ok
+
+
+def test_of_two_requests_to_cancel_the_first_ends_the_run(bench: Bench) -> None:
+    ledger, other = program(bench), bench.open()
+
+    def tool() -> str:
+        other.cancel(RUN, reason="first")
+        other.cancel(RUN, reason="second")
+        return "done"
+
+    assert ledger.execute_step(RUN, "t", {}, tool) == "done"
+    assert bench.kinds(RUN) == ["created", "intent", "outcome", "cancelled"]
+    assert other.get_run(RUN).cause == "first"
     assert other.verify().ok
 
 

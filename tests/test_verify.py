@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sqlite3
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,7 +18,10 @@ from agent_run_ledger import (
     RunawayLoopException,
     StepFailed,
     VerificationReport,
+    merkle,
 )
+from agent_run_ledger.engine.audit import audit
+from agent_run_ledger.engine.history import History
 from support.ledgers import KINDS, Bench, Died, Tool, raising, raw
 
 RUN = "audited"
@@ -153,6 +157,16 @@ def test_a_column_that_is_emptied_is_found_and_named(bench: Bench, column: str) 
 def test_text_where_bytes_belong_is_found_and_breaks_nothing(bench: Bench, column: str) -> None:
     tamper(bench, f"UPDATE entries SET {column} = 'text' WHERE run_id = ? AND seq = 3", RUN)
     assert (RUN, 3) in {(finding.run_id, finding.seq) for finding in findings(bench)}
+
+
+def test_a_change_of_any_subtree_root_is_found_and_named(bench: Bench) -> None:
+    for entry in entries_of(bench):
+        roots = entry["roots"]
+        statement = "UPDATE entries SET roots = ? WHERE run_id = ? AND seq = ?"
+        for changed in (roots[:-1] + bytes([roots[-1] ^ 1]), roots + roots[:32], roots[:-32] or b"\x00"):
+            tamper(bench, statement, changed, RUN, entry["seq"])
+            assert (RUN, entry["seq"]) in {(finding.run_id, finding.seq) for finding in findings(bench, RUN)}
+        tamper(bench, statement, roots, RUN, entry["seq"])
 
 
 def test_every_single_bit_of_a_body_counts(bench: Bench) -> None:
@@ -297,8 +311,6 @@ def test_a_trigger_or_view_that_was_taken_away_or_changed_is_found(bench: Bench,
 
 def rewritten(bench: Bench, change: Callable[[bytes], bytes], seq: int) -> None:
     """A body changed together with the roots of the whole log, as by somebody who knows how they are made."""
-    from agent_run_ledger import merkle
-
     frontier: list[bytes] = []
     with raw(bench.path, without_triggers=True) as connection:
         for entry in connection.execute("SELECT * FROM entries WHERE run_id = ? ORDER BY seq", (RUN,)).fetchall():
@@ -326,6 +338,24 @@ def test_a_body_rewritten_with_its_roots_must_still_agree_with_the_rest(bench: B
         pytest.fail(f"{old!r} is not in {body!r}")
     rewritten(bench, lambda body: body.replace(old, new), seq)
     assert {finding.run_id for finding in findings(bench)} == {RUN}
+
+
+@pytest.mark.parametrize("kind", ["intent", "outcome"])
+def test_a_second_intent_or_outcome_of_one_attempt_is_found_and_named(tmp_path: Path, kind: str) -> None:
+    with Bench("memory", tmp_path) as bench:
+        ledger = bench.open()
+        ledger.create_run("g", RUN)
+        ledger.execute_step(RUN, "t", {}, lambda: 1)
+        store = bench.store()
+        rows, head = store.read(RUN), store.head(RUN)
+        source = next(row for row in rows if row.kind == kind)
+        seq = len(rows) + 1
+        body = json.dumps(json.loads(source.body) | {"seq": seq}).encode()
+        frontier = History.read(RUN, b"", rows).frontier
+        again = source._replace(seq=seq, body=body, roots=merkle.append(frontier, len(rows), merkle.leaf_hash(body))[1])
+        found = audit(RUN, head, store.secret(RUN), [*rows, again])
+        assert audit(RUN, head, store.secret(RUN), rows) == []
+        assert (RUN, seq, "twice") in {(each.run_id, each.seq, each.code) for each in found}
 
 
 def test_an_erased_payload_is_no_finding(bench: Bench) -> None:

@@ -28,6 +28,7 @@ from agent_run_ledger.errors import (
     RunNotFound,
     RunOwned,
     StoreCorrupt,
+    UnorderedStep,
     UnserialisableArguments,
 )
 from agent_run_ledger.model import (
@@ -198,8 +199,15 @@ class Ledger:
         self._store.post(run_id, "cancel", payload, who, self._clock.now())
 
     def detach(self, run_id: str) -> None:
-        """Give the run back, so that another process may go on with it at once."""
-        self._leases.give_back(self._run(run_id))
+        """Give the run back, so that another process may go on with it at once.
+
+        Raises `UnorderedStep` while a step is in flight: its outcome could not be written any more.
+        """
+        run = self._run(run_id)
+        with run.lock:
+            if run.in_flight is not None:
+                raise UnorderedStep(run_id, "detach", run.in_flight.tool)
+            self._leases.give_back(run)
 
     def _run(self, run_id: str) -> HeldRun:
         return self._leases.run(check_name("run_id", run_id))

@@ -59,32 +59,25 @@ class Step:
             effect_of(effect), retry, returned if returns is None else returns, *types, may_repeat, version
         )
 
-    def bind(self, given: dict[str, Any], outputs: dict[str, Any]) -> tuple[dict[str, Any], set[str]]:
-        """The step's arguments, and which of the given names it used.
+    def bind(self, given: dict[str, Any], outputs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+        """The step's arguments, and which of them are the outputs of which dependencies.
 
         A parameter named after a dependency takes its output; one named in `given` takes that; those that are left take the outputs
         that are left, in the order of `depends_on`. Raises `InvalidArguments` where a required one gets nothing.
         """
-        arguments: dict[str, Any] = {}
-        used: set[str] = set()
-        left: list[str] = []
-        for name in self.takes.names:
-            if name in self.depends_on:
-                arguments[name] = outputs[name]
-            elif name in given:
-                arguments[name] = given[name]
-                used.add(name)
-            else:
-                left.append(name)
-        remaining = [dependency for dependency in self.depends_on if dependency not in arguments]
-        arguments.update((name, outputs[dependency]) for name, dependency in zip(left, remaining, strict=False))
+        sources = {name: name for name in self.takes.names if name in self.depends_on}
+        named = {name: given[name] for name in self.takes.names if name in given and name not in sources}
+        left = [name for name in self.takes.names if name not in sources and name not in named]
+        remaining = [dependency for dependency in self.depends_on if dependency not in sources]
+        sources |= zip(left, remaining, strict=False)
+        arguments = named | {name: outputs[dependency] for name, dependency in sources.items()}
         missing = [name for name in self.takes.required if name not in arguments]
         if missing:
             raise InvalidArguments(
                 f"step {self.name!r}: nothing gives its parameter {', '.join(map(repr, missing))} a value. Name it in execute(), "
                 "or make it take the output of a dependency. Nothing was run."
             )
-        return arguments, used
+        return arguments, sources
 
 
 class RunLedger(Ledger):
@@ -164,7 +157,7 @@ class RunLedger(Ledger):
             draft = runs.created(goal, given, pipeline=True, limit=self._payload_limit, declared=declared)
             run = self._start(self.run_id, draft, None)
             with run:
-                return self._execute(run, order, given)
+                return self._execute(run, order, canonical.decode(draft.payload or b"")["input"])
 
     def _execute(self, run: HeldRun, order: list[Step], given: dict[str, Any]) -> Any:
         try:
@@ -173,8 +166,8 @@ class RunLedger(Ledger):
             if run.history.state is not RunState.COMPLETED:
                 outputs: dict[str, Any] = {}
                 for each in order:
-                    arguments, _ = each.bind(given, outputs)
-                    outputs[each.name] = self._driver.obey(step(run, self._call(each, arguments)))
+                    arguments, sources = each.bind(given, outputs)
+                    outputs[each.name] = self._driver.obey(step(run, self._call(each, arguments, sources)))
                 sinks = self._sinks(order)
                 result = (
                     outputs[sinks[0].name] if len(sinks) == 1 else {sink.name: outputs[sink.name] for sink in sinks}
@@ -190,12 +183,15 @@ class RunLedger(Ledger):
             park(self._driver, run, error)
             raise
 
-    def _call(self, each: Step, arguments: dict[str, Any]) -> Call:
+    def _call(self, each: Step, arguments: dict[str, Any], sources: dict[str, str]) -> Call:
         version = each.options.version
         environment = functions.environment(version) if version else each.takes.environment
+        # A parameter without an annotation takes an output as what it was returned as.
+        types = {name: self._steps[source].options.returns for name, source in sources.items()}
+        returned = {name: kind for name, kind in types.items() if kind is not None}
         return Call(
-            each.name, arguments, each.fn, each.options, environment, True, self._payload_limit, each.parameters, each.name,
-            each.depends_on,
+            each.name, arguments, each.fn, each.options, environment, True, self._payload_limit, returned | each.parameters,
+            each.name, each.depends_on,
         )  # fmt: skip
 
     @staticmethod
@@ -236,7 +232,8 @@ class RunLedger(Ledger):
         """Bind everything once without values: what is missing or left over is refused before anything runs."""
         used: set[str] = set()
         for each in order:
-            used |= each.bind(given, dict.fromkeys(each.depends_on))[1]
+            arguments, sources = each.bind(given, dict.fromkeys(each.depends_on))
+            used |= arguments.keys() - sources.keys()
         extra = [name for name in given if name not in used]
         if extra:
             raise InvalidArguments(f"no step takes {', '.join(map(repr, extra))} of execute(). Nothing was run.")

@@ -284,3 +284,4 @@ def judge(world: World, rows: list[Row], log: History, findings: list[Any]) -> N
             assert body["at"] >= retry_at.pop(row.position, 0.0), f"{body['tool']} was tried again before its time"
         elif "retry_at" in body:
             retry_at[row.position] = body["retry_at"]
+            assert body["retry_at"] == body["at"] + body["wait"]

@@ -11,7 +11,7 @@ from agent_run_ledger.engine.effects import Commit, Flow, GiveBack, Moment, Plan
 from agent_run_ledger.engine.history import History
 from agent_run_ledger.engine.live import LiveRun
 from agent_run_ledger.engine.log import Draft
-from agent_run_ledger.engine.steps import cause_of, left_in_doubt
+from agent_run_ledger.engine.steps import cause_of, left_in_doubt, unsettled
 from agent_run_ledger.errors import (
     BudgetExceededException,
     ReplayDivergence,
@@ -110,6 +110,8 @@ def _finish(result: bytes, run: LiveRun, moment: Moment) -> Plan:
         if left.error is not None:
             return left
         drafts += left.drafts
+    if (doubt := unsettled(run)) is not None:
+        return Plan(error=doubt)
     drafts.append(Draft("finished", Event.FINISH, {}, result))
     return Plan(drafts, synced=True)
 

@@ -424,6 +424,14 @@ def left_in_doubt(run: LiveRun) -> Plan | None:
     return Plan(drafts, error=_in_doubt(run, step, why))
 
 
+def unsettled(run: LiveRun) -> StepInDoubt | None:
+    """The first step of which nobody knows whether it took effect, where a second dispatch could do harm."""
+    for step in run.history.positions.values():
+        if step.outcome is None and _must_not_repeat(run, Effect(step.effect) if step.effect else None):
+            return _in_doubt(run, step, "it was never settled")
+    return None
+
+
 def _cancelled(step: StepHistory) -> Draft:
     described = {
         "type": "CancelledError",
