@@ -196,11 +196,14 @@ class AttemptsExhausted(RunClosed):
     """A step used up its attempts over errors, crashes and reruns: the run is a dead letter, with the whole trace kept."""
 
     def __init__(self, run_id: str, step_number: int | None, tool_name: str, attempts: int) -> None:
-        super().__init__(
-            run_id,
-            "DEAD_LETTER",
-            f"step {step_number}, {tool_name!r}, was dispatched {attempts} times without a result",
+        cause = f"step {step_number}, {tool_name!r}, was dispatched {attempts} times without a result"
+        LedgerError.__init__(
+            self,
+            f"run {run_id!r} is DEAD_LETTER: {cause}. It was not dispatched again; every attempt is kept in the log.",
         )
+        self.run_id = run_id
+        self.status = "DEAD_LETTER"
+        self.cause = cause
         self.step_number = step_number
         self.tool_name = tool_name
         self.attempts = attempts
@@ -270,11 +273,14 @@ class UnserialisableOutput(LedgerError, TypeError):
 
 
 class PayloadTooLarge(LedgerError, ValueError):
-    """Arguments or an output are larger than ``payload_limit``. Store them elsewhere and pass a reference."""
+    """Arguments, a goal or a result are larger than ``payload_limit``. Nothing was dispatched and nothing was written.
+
+    Store large things elsewhere and pass a reference. (An output that is too large is an `UnserialisableOutput`: its tool has run.)
+    """
 
     def __init__(self, what: str, size: int, limit: int) -> None:
         super().__init__(
-            f"{what} take {size} bytes, the limit is {limit} (payload_limit=). Store them elsewhere and pass a reference."
+            f"{what}: {size} bytes, and the limit is {limit} (payload_limit=). Store large things elsewhere and pass a reference."
         )
         self.size = size
         self.limit = limit

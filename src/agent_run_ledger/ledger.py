@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from random import random
 from types import TracebackType
-from typing import Any, Literal, Self, cast
+from typing import Any, Literal, Self, Unpack, cast
 
 from agent_run_ledger.contract import Clock, Store, Summary
 from agent_run_ledger.drivers.leases import HeldRun, Leases
@@ -19,7 +19,7 @@ from agent_run_ledger.engine import audit, records, runs
 from agent_run_ledger.engine.effects import Flow
 from agent_run_ledger.engine.history import History
 from agent_run_ledger.engine.log import Draft, seal
-from agent_run_ledger.engine.steps import Call, Options, step
+from agent_run_ledger.engine.steps import Call, Options, StepOptions, step
 from agent_run_ledger.errors import (
     InvalidArguments,
     LedgerError,
@@ -377,7 +377,9 @@ class Run:
         self.result: Any = None
         """What the run is finished with."""
 
-    def step(self, tool: str, arguments: Mapping[str, Any], fn: Callable[..., Any], **options: Any) -> Any:
+    def step(
+        self, tool: str, arguments: Mapping[str, Any], fn: Callable[..., Any], **options: Unpack[StepOptions]
+    ) -> Any:
         """One durable step: `execute_step` without the run's id."""
         return self._ledger.execute_step(self.run_id, tool, arguments, fn, **options)
 

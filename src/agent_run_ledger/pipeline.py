@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, Unpack
 
 from agent_run_ledger.contract import Clock, Store
 from agent_run_ledger.drivers.leases import HeldRun
 from agent_run_ledger.engine import runs
-from agent_run_ledger.engine.steps import Call, Options, step
+from agent_run_ledger.engine.steps import Call, Options, StepOptions, step
 from agent_run_ledger.errors import InvalidArguments, InvalidPipeline
 from agent_run_ledger.ledger import PAYLOAD_LIMIT, Durability, Ledger, effect_of, exception_types, park
 from agent_run_ledger.model import Effect, RetryPolicy, RunState
@@ -128,7 +128,9 @@ class RunLedger(Ledger):
             clock=clock,
         )
 
-    def step(self, name: str | None = None, *, depends_on: Iterable[str] = (), **options: Any) -> Callable[[F], F]:
+    def step(
+        self, name: str | None = None, *, depends_on: Iterable[str] = (), **options: Unpack[StepOptions]
+    ) -> Callable[[F], F]:
         """Register the function below as a step. It stays a plain function for whoever calls it outside the pipeline."""
 
         def register(fn: F) -> F:

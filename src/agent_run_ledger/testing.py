@@ -10,6 +10,9 @@ from typing import TypeVar
 
 from agent_run_ledger.contract import Head, Lease, Row, Store
 from agent_run_ledger.errors import LeaseLost, LedgerError, RunNotFound, RunOwned, StoreError, StoreUnavailable
+from agent_run_ledger.stores.memory import MemoryStore
+
+__all__ = ["FakeClock", "MemoryStore", "StoreContract"]
 
 
 class FakeClock:

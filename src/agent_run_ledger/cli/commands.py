@@ -10,7 +10,7 @@ from dataclasses import asdict
 from typing import Any, NoReturn
 
 import agent_run_ledger
-from agent_run_ledger.cli.terminal import Progress, as_json, cut, plain, table, took, when, width
+from agent_run_ledger.cli.terminal import Progress, as_json, counted, cut, plain, table, took, when, width
 
 OK, PROBLEM, ERROR, INTERRUPTED, PIPE_CLOSED = 0, 1, 2, 130, 141
 _WIDE = 130
@@ -335,7 +335,10 @@ def _verify(given: argparse.Namespace) -> int:
     if given.json:
         print(as_json(asdict(report)))
         return OK if report.ok else PROBLEM
-    print(f"{report.entries} entries of {report.runs} runs: {len(report.findings) or 'no'} findings")
+    print(
+        f"{counted(report.entries, 'entry', 'entries')} of {counted(report.runs, 'run', 'runs')}: "
+        f"{counted(len(report.findings), 'finding', 'findings')}"
+    )
     if report.findings:
         print()
         rows = (

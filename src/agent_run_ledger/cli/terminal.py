@@ -36,6 +36,11 @@ def as_json(value: Any) -> str:
     return json.dumps(value, indent=2, default=str).replace("\x7f", "\\u007f")
 
 
+def counted(number: int, one: str, many: str) -> str:
+    """`1 run`, `3 runs`, `no runs`."""
+    return f"{number or 'no'} {one if number == 1 else many}"
+
+
 def cut(value: object, columns: int) -> str:
     """`value` as text that is safe to show, cut to that many columns. A damaged row may hold anything; None is empty."""
     text = "" if value is None else str(value)

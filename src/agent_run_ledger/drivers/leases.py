@@ -13,7 +13,6 @@ from agent_run_ledger.engine.history import History
 from agent_run_ledger.engine.live import LiveRun
 from agent_run_ledger.engine.log import Sealed
 from agent_run_ledger.errors import LeaseLost, RunNotFound, RunOwned, StoreError
-from agent_run_ledger.model import RunState
 from agent_run_ledger.rules.loops import Rule
 
 _POLL_SECONDS = 0.05
@@ -139,7 +138,7 @@ class Leases:
             return
         run.history = self._read(run.run_id)
         run.is_settled = run.history.state.is_terminal
-        if run.is_settled or run.history.state is RunState.QUARANTINE:
+        if run.is_settled:
             return
         expires = self._clock.elapsed() + self._lease_seconds
         lease = self._store.claim(run.run_id, self.owner, self._lease_seconds)

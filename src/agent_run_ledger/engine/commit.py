@@ -19,7 +19,9 @@ def prepare(run: LiveRun, decide: Decision, moment: Moment) -> tuple[Plan, list[
             state = lifecycle.after(state, draft.event, run.run_id) if draft.event else state
         drafts = list(drafts)
         for request in run.requests:
-            if not state.is_terminal:
-                drafts.append(answer := honour(request))
+            answer = None if state.is_terminal else honour(request)
+            if answer is not None:
+                drafts.append(answer)
                 state = lifecycle.after(state, answer.event, run.run_id) if answer.event else state
+                plan.synced = True
     return plan, seal(run.history, run.token, moment.now, drafts) if drafts else []

@@ -28,7 +28,7 @@ def _step_record(run_id: str, step: StepHistory, replayed: bool) -> StepRecord:
         step_number=step.number,
         tool_name=step.tool,
         arguments_json=_text(step.arguments),
-        state=step.state,
+        state=str(step.state),
         output_json=_text(outcome.payload) if outcome is not None and completed else None,
         error_message=error,
         fingerprint=step.fingerprint.hex() if step.fingerprint else "",

@@ -1,4 +1,4 @@
-"""What may be done about steps whose outcome is not known or not acted upon: DESIGN's table of effects, as one function."""
+"""What may be done about steps whose outcome is not known or not acted upon: the table of effects, as one function."""
 
 from __future__ import annotations
 

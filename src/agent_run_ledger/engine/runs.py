@@ -147,10 +147,10 @@ def _abort(draft: Draft, run: LiveRun, moment: Moment) -> Plan:
     return Plan([draft], synced=True)
 
 
-def honour(request: Request) -> Draft:
-    """The entry that answers a request of somebody else."""
+def honour(request: Request) -> Draft | None:
+    """The entry that answers a request of somebody else; None for a kind that only a newer version knows."""
     if request.kind != "cancel":
-        raise ValueError(f"no entry answers a request of kind {request.kind!r}")
+        return None
     return Draft("cancelled", Event.CANCEL, {"request": request.id}, request.payload)
 
 

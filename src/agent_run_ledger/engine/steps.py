@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 from agent_run_ledger.engine import recovery
 from agent_run_ledger.engine.effects import Commit, Flow, GiveBack, Invoke, Moment, Plan, Result, Wait, Warn
@@ -42,6 +42,18 @@ class Options(NamedTuple):
     fatal: tuple[type[BaseException], ...] = ()
     may_repeat: bool = False
     version: str | None = None
+
+
+class StepOptions(TypedDict, total=False):
+    """The same as keywords, for those who pass them on."""
+
+    effect: Effect | None
+    retry: RetryPolicy | None
+    returns: Any
+    raises: tuple[type[BaseException], ...]
+    fatal: tuple[type[BaseException], ...]
+    may_repeat: bool
+    version: str | None
 
 
 @dataclass(slots=True)
@@ -392,7 +404,7 @@ def _settle(call: Call, draft: Draft, error: BaseException | None, run: LiveRun,
     step = run.history.positions[draft.position or ""]
     if issubclass(type(error), call.options.fatal):  # an exception may hide behind its `__class__`
         payload = canonical.encode({"reason": f"step {step.number}, {step.tool!r}, failed with a fatal error"})
-        return Plan([draft, Draft("aborted", Event.ABORT, {}, payload)])
+        return Plan([draft, Draft("aborted", Event.ABORT, {}, payload)], synced=True)
     retry = call.options.retry
     if retry is not None and step.attempts_of_code < retry.max_attempts:
         wait = backoff.delay(step.attempts_of_code - 1, retry, moment.draw, step.wait)

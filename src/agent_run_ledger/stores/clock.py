@@ -9,7 +9,9 @@ import time
 if sys.platform == "linux":
     _elapsed = functools.partial(time.clock_gettime, time.CLOCK_BOOTTIME)
 elif sys.platform == "darwin":
-    _elapsed = functools.partial(time.clock_gettime, time.CLOCK_MONOTONIC)  # goes on in sleep, unlike time.monotonic there
+    _elapsed = functools.partial(
+        time.clock_gettime, time.CLOCK_MONOTONIC
+    )  # goes on in sleep, unlike time.monotonic there
 else:
     _elapsed = time.monotonic
 
