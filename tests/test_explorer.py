@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.explorer import RUN, Life, World, judge
 
 from agent_run_ledger import (
     BudgetExceededException,
@@ -26,6 +25,7 @@ from agent_run_ledger import (
     StoreFull,
     UnserialisableOutput,
 )
+from support.explorer import RUN, Life, World, judge
 
 Flow = Callable[[Life], Any]
 FLOWS: dict[str, tuple[Flow, dict[str, Any]]] = {}

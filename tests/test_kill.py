@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from agent_run_ledger import Effect
 from support import twelve
 from support.twelve import PROGRAMS, STEPS, Nursery
 from support.witness import Witness
-
-from agent_run_ledger import Effect
 
 SIGKILLED = -9
 

@@ -14,8 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.processes import child, environment
-from support.witness import Witness
 
 from agent_run_ledger import (
     AgentRunLedger,
@@ -28,6 +26,8 @@ from agent_run_ledger import (
     UnorderedStep,
     current_step,
 )
+from support.processes import child, environment
+from support.witness import Witness
 
 LONG_LEASE = 600.0
 """Far beyond what any test lasts: who waits for it to run out is seen to hang."""

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.processes import child
-from support.witness import Witness
 
 from agent_run_ledger import AgentRunLedger, StoreReadOnly
 from agent_run_ledger.stores import open_store
 from agent_run_ledger.stores.clock import SystemClock
+from support.processes import child
+from support.witness import Witness
 
 MEBIBYTE = 1024 * 1024
 

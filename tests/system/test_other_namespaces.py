@@ -7,10 +7,10 @@ import signal
 from pathlib import Path
 
 import pytest
-from support.processes import child
-from support.witness import Witness
 
 from agent_run_ledger import AgentRunLedger, Effect, RunOwned
+from support.processes import child
+from support.witness import Witness
 
 NAMESPACE = ("unshare", "--pid", "--fork", "--mount-proc")
 LONG_LEASE = 600.0

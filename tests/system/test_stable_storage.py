@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from support.processes import environment
 
 TRACED = "trace=openat,open,creat,rename,renameat,renameat2,fdatasync,fsync,write,pwrite64,pwritev"

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+
 from support.processes import Child, child
 
 DAY, HOUR = 86_400.0, 3_600.0
