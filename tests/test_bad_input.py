@@ -135,7 +135,7 @@ def test_the_payload_limit_counts_canonical_bytes(bench: Bench, size: int) -> No
     if size <= 100:
         assert ledger.execute_step(RUN, "t", arguments, lambda: "x" * 98) == "x" * 98
         return
-    with pytest.raises(PayloadTooLarge, match="101 bytes, the limit is 100") as caught:
+    with pytest.raises(PayloadTooLarge, match=r"101 bytes.*the limit is 100") as caught:
         ledger.execute_step(RUN, "t", arguments, never)
     assert (caught.value.size, caught.value.limit) == (101, 100)
     with pytest.raises(PayloadTooLarge):

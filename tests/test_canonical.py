@@ -368,7 +368,7 @@ def test_a_value_too_deep_for_the_stack_that_is_left_is_refused_by_name() -> Non
 
 def test_a_payload_over_the_limit_is_refused_in_canonical_bytes() -> None:
     assert encode("é", limit=4) == '"é"'.encode()
-    with pytest.raises(PayloadTooLarge, match="the output take 4 bytes, the limit is 3") as caught:
+    with pytest.raises(PayloadTooLarge, match="the output: 4 bytes, and the limit is 3") as caught:
         encode("é", limit=3, what="the output")
     assert (caught.value.size, caught.value.limit) == (4, 3)
     with pytest.raises(PayloadTooLarge):

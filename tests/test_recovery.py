@@ -178,6 +178,7 @@ def test_a_run_with_a_mutation_in_doubt_cannot_be_finished_but_can_be_aborted(be
     ledger.resume_run(RUN)
     with pytest.raises(StepInDoubt, match="never settled"):
         ledger.finish_run(RUN)
+    assert ledger.get_run(RUN).owner is None
     ledger.abort_run(RUN, "looked at by hand")
     assert ledger.get_run(RUN).status == "FAILED"
 

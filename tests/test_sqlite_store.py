@@ -906,6 +906,25 @@ def test_an_empty_file_becomes_a_ledger(path: Path, clock: FakeClock) -> None:
         assert db.execute("PRAGMA journal_mode").fetchone() == ("wal",)
 
 
+def test_a_file_that_is_made_between_two_looks_is_no_foreign_one(path: Path, clock: FakeClock) -> None:
+    looks = 0
+
+    class Late(sqlite3.Connection):
+        """Somebody else makes the ledger after this connection's first statement and before its second."""
+
+        def execute(self, *arguments: Any) -> sqlite3.Cursor:
+            nonlocal looks
+            looks += 1
+            if looks == 2:
+                SqliteStore(path, clock=clock).close()
+            return super().execute(*arguments)
+
+    database = schema.Database(str(path), WriteLock(f"{path}.lock", 1.0), 1.0, None)
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None, factory=Late)) as connection:
+        assert not database._is_new(connection)
+    assert looks >= 2
+
+
 def test_opening_an_up_to_date_ledger_reads_no_migration(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     SqliteStore(path, clock=FakeClock()).close()
 

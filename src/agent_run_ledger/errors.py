@@ -23,12 +23,13 @@ class RunNotFound(LedgerError, ValueError):
 class RunClosed(LedgerError, RuntimeError):
     """The run has ended or is quarantined: it takes no further step. Nothing was dispatched and nothing was written."""
 
-    def __init__(self, run_id: str, status: str, cause: str | None = None) -> None:
+    def __init__(self, run_id: str, status: str, cause: str | None = None, done: str | None = None) -> None:
         because = f" ({cause})" if cause else ""
-        super().__init__(
-            f"run {run_id!r} is {status}{because}: nothing was dispatched and nothing was written. "
-            "Start a new run, or look at this one with `agent-run-ledger show`."
+        done = done or (
+            "nothing was dispatched and nothing was written. Start a new run, or look at this one with "
+            "`agent-run-ledger show`."
         )
+        super().__init__(f"run {run_id!r} is {status}{because}: {done}")
         self.run_id = run_id
         self.status = status
         self.cause = cause
@@ -197,13 +198,8 @@ class AttemptsExhausted(RunClosed):
 
     def __init__(self, run_id: str, step_number: int | None, tool_name: str, attempts: int) -> None:
         cause = f"step {step_number}, {tool_name!r}, was dispatched {attempts} times without a result"
-        LedgerError.__init__(
-            self,
-            f"run {run_id!r} is DEAD_LETTER: {cause}. It was not dispatched again; every attempt is kept in the log.",
-        )
-        self.run_id = run_id
-        self.status = "DEAD_LETTER"
-        self.cause = cause
+        done = "it was not dispatched again, and every attempt is kept in the log. Mend the cause and start a new run."
+        super().__init__(run_id, "DEAD_LETTER", cause, done)
         self.step_number = step_number
         self.tool_name = tool_name
         self.attempts = attempts

@@ -37,13 +37,16 @@ while (word := hear()) != "end":
 
 @contextmanager
 def process(database: Path, lease_seconds: float, clock: str | Path) -> Iterator[Child]:
-    """A process whose wall clock is off by `clock`, or by what stands in that file at the moment; its other clocks are true."""
+    """A process whose wall clock is off by `clock`, or by what stands in that file at the moment; its other clocks are true.
+
+    By "+0" it is the machine's own, without libfaketime.
+    """
     settings = ["FAKETIME_DONT_FAKE_MONOTONIC=1", "FAKETIME_NO_CACHE=1"]
     if isinstance(clock, Path):  # `faketime` itself takes no such file: what it does is to preload this library
         (library, *_) = Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1")
         prefix = ["env", *settings, f"FAKETIME_TIMESTAMP_FILE={clock}", f"LD_PRELOAD={library}"]
     else:
-        prefix = ["env", *settings, "faketime", "-f", clock]
+        prefix = [] if clock == "+0" else ["env", *settings, "faketime", "-f", clock]
     with child(OWNER, database, lease_seconds, prefix=prefix) as started:
         yield started
 

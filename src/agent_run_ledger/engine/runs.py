@@ -91,7 +91,11 @@ def _check_wiring(wiring: Mapping[str, tuple[str, ...]], run: LiveRun, moment: M
 
 def finish(run: LiveRun, result: bytes) -> Flow[None]:
     """Complete the run. A completed run with an equal result is left as it is."""
-    yield Commit(run, partial(_finish, result))
+    try:
+        yield Commit(run, partial(_finish, result))
+    except StepInDoubt:
+        yield GiveBack(run)
+        raise
     yield GiveBack(run)
 
 

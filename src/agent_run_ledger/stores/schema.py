@@ -121,6 +121,19 @@ class Database:
         A plain connection would play the log of a foreign database back into it when it closes. The application id is
         written before a file is put into WAL mode, so it always stands in the file itself.
         """
+        try:
+            self._glance()
+        except (sqlite3.Error, StoreError):
+            if not os.path.exists(self.path + ".lock"):
+                raise
+            # One of us may be making this file at this moment, and a half-made one looks like anything: look again when he is done.
+            self._lock.acquire()
+            try:
+                self._glance()
+            finally:
+                self._lock.release()
+
+    def _glance(self) -> None:
         connection = self._connect(_uri(self.path, "immutable=1"), uri=True)
         try:
             if not self._is_new(connection):
@@ -139,10 +152,12 @@ class Database:
         return self._known_version(connection)
 
     def _is_new(self, connection: sqlite3.Connection) -> bool:
+        # In this order: whoever makes the file writes both in one commit, so where there are tables there is an id by now.
+        is_empty = connection.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchone() is None
         (application_id,) = connection.execute("PRAGMA application_id").fetchone()
         if application_id == APPLICATION_ID:
             return False
-        if application_id == 0 and connection.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchone() is None:
+        if application_id == 0 and is_empty:
             return True
         raise NotALedger(
             f"{self.path!r} is a database of another program (application id {application_id}); it was not changed. "
