@@ -17,7 +17,13 @@ hypothesis.settings.register_profile("repeatable", derandomize=True, database=No
 hypothesis.settings.register_profile("explore", max_examples=2_000, print_blob=True, **UNTIMED)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
-DEBIAN_PACKAGES = {"dmsetup": "dmsetup", "losetup": "mount", "mkfs.ext4": "e2fsprogs", "umount": "mount"}
+DEBIAN_PACKAGES = {
+    "dmsetup": "dmsetup",
+    "losetup": "mount",
+    "mkfs.ext4": "e2fsprogs",
+    "umount": "mount",
+    "unshare": "util-linux",
+}
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -315,7 +315,18 @@ assert [(run.run_id, run.total_steps) for run in ledger.runs()] == [("parents", 
 
 def test_a_forked_child_may_use_the_parents_ledger_for_runs_of_its_own(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", FORK], cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=100
+        [
+            sys.executable,
+            "-W",
+            "ignore:This process:DeprecationWarning",
+            "-c",
+            FORK,
+        ],  # a fork beside our heartbeat thread
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=100,
     )
     assert (done.returncode, done.stderr) == (0, "")
 

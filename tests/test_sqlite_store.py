@@ -57,7 +57,7 @@ def store(path: Path, clock: FakeClock) -> Iterator[SqliteStore]:
 
 
 def create(store: SqliteStore, run_id: str = "r", owner: str = "a", rows: list[Row] | None = None) -> int:
-    lease = store.create(run_id, owner, 30.0, SECRET, rows or [a_row(1, "created", b"{}")], 1.0)
+    lease = store.create(run_id, owner, 30.0, SECRET, rows or [a_row(1, "created", b"{}")])
     assert lease is not None
     return lease.token
 
@@ -145,7 +145,7 @@ def written(store: SqliteStore, path: Path) -> Iterator[sqlite3.Connection]:
         "UPDATE runs SET fencing_token = 0",
         "UPDATE runs SET run_id = 'x'",
         "DELETE FROM runs",
-        "INSERT OR REPLACE INTO runs (run_id, created_at, fencing_token) VALUES ('r', 0, 0)",
+        "INSERT OR REPLACE INTO runs (run_id, fencing_token) VALUES ('r', 0)",
         "INSERT INTO tombstones VALUES ('r', 3, x'00', 'me', 'it still runs', 1.0)",
         "INSERT INTO tombstones VALUES ('unknown', 3, x'00', 'me', 'there is none', 1.0)",
     ],
@@ -441,7 +441,7 @@ def test_a_view_of_one_run_reads_that_run_only(store: SqliteStore, path: Path) -
 OWNER = """
 store = SqliteStore(sys.argv[1], clock=FakeClock())
 for run_id in ("r", "s"):
-    store.create(run_id, sys.argv[2], 30.0, b"s" * 32, [a_row(1)], 1.0)
+    store.create(run_id, sys.argv[2], 30.0, b"s" * 32, [a_row(1)])
 print("ready", flush=True)
 sys.stdin.read()
 store.close()
@@ -586,7 +586,7 @@ def test_eight_processes_that_open_a_new_ledger_at_once_make_it_once(path: Path)
 print("ready", flush=True)
 sys.stdin.readline()
 with contextlib.closing(SqliteStore(sys.argv[1], clock=FakeClock())) as store:
-    store.create(sys.argv[2], sys.argv[2], 30.0, b"s" * 32, [a_row(1)], 1.0)
+    store.create(sys.argv[2], sys.argv[2], 30.0, b"s" * 32, [a_row(1)])
 """
     processes = [python(script, str(path), f"r{number}") for number in range(8)]
     for process in processes:
@@ -609,7 +609,7 @@ def test_processes_that_write_at_once_all_get_their_turn(path: Path) -> None:
     script = """
 store = SqliteStore(sys.argv[1], clock=FakeClock(), durability="process")
 name = sys.argv[2]
-store.create(name, name, 30.0, b"s" * 32, [a_row(1)], 1.0)
+store.create(name, name, 30.0, b"s" * 32, [a_row(1)])
 for seq in range(2, 402):
     assert store.append(name, 1, 0, [a_row(seq, payload=b"x" * 4000)], synced=seq % 50 == 0)
 store.close()
@@ -626,7 +626,7 @@ store.close()
 def test_what_was_acknowledged_survives_a_kill_in_the_middle_of_writing(path: Path) -> None:
     script = """
 store = SqliteStore(sys.argv[1], clock=FakeClock(), durability="process")
-store.create("r", "a", 30.0, b"s" * 32, [a_row(1)], 1.0)
+store.create("r", "a", 30.0, b"s" * 32, [a_row(1)])
 seq = 1
 while True:
     pair = [a_row(seq + 1, payload=b"x" * 3000), a_row(seq + 2)]
@@ -691,7 +691,7 @@ def test_a_forked_child_works_with_a_connection_and_an_owner_of_its_own(store: S
 
     def child() -> str:
         assert len(store.read("r")) == 1
-        lease = store.create("of the child", "a", 30.0, SECRET, [a_row(1)], 1.0)
+        lease = store.create("of the child", "a", 30.0, SECRET, [a_row(1)])
         assert lease is not None
         assert store.append("of the child", lease.token, 0, [a_row(2)], synced=True)
         assert store.claim("of the child", "a", 30.0) == lease
@@ -735,7 +735,7 @@ def test_what_a_child_writes_after_its_parent_closed_is_kept(store: SqliteStore,
     child = os.fork()
     if child == 0:
         try:
-            lease = store.create("of the child", "c", 30.0, SECRET, [a_row(1)], 1.0)
+            lease = store.create("of the child", "c", 30.0, SECRET, [a_row(1)])
             assert lease is not None
             os.write(from_child, b"x")
             os.read(to_child, 1)
@@ -758,7 +758,7 @@ def test_what_a_child_writes_after_its_parent_closed_is_kept(store: SqliteStore,
 def test_a_child_that_outlives_its_parent_does_not_keep_its_runs(path: Path, clock: FakeClock) -> None:
     script = """
 store = SqliteStore(sys.argv[1], clock=FakeClock())
-store.create("r", "a", 30.0, b"s" * 32, [a_row(1)], 1.0)
+store.create("r", "a", 30.0, b"s" * 32, [a_row(1)])
 child = os.fork()
 if child == 0:
     store.head("r")
@@ -978,7 +978,7 @@ def test_a_read_only_store_reads_and_writes_nothing(store: SqliteStore, path: Pa
         assert len(list(reader.summaries())) == 1
         assert list(reader.check()) == []
         for call in (
-            lambda: reader.create("s", "b", 30.0, SECRET, [a_row(1)], 1.0),
+            lambda: reader.create("s", "b", 30.0, SECRET, [a_row(1)]),
             lambda: reader.claim("r", "b", 30.0),
             lambda: reader.renew("r", token, 30.0),
             lambda: reader.release("r", token),

@@ -93,9 +93,7 @@ class Store(Protocol):
     def first_token(self) -> int:
         """The fencing token that `create` gives: the epoch, times 2**20, plus one. A restored backup begins a new epoch."""
 
-    def create(
-        self, run_id: str, owner: str, lease_seconds: float, secret: bytes, rows: Sequence[Row], at: float
-    ) -> Lease | None:
+    def create(self, run_id: str, owner: str, lease_seconds: float, secret: bytes, rows: Sequence[Row]) -> Lease | None:
         """Make a run with its first entries and give it to `owner` with the first token, on stable storage.
 
         None where a run of that id exists already: nothing is written then.

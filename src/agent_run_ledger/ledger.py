@@ -18,7 +18,7 @@ from agent_run_ledger.drivers.sync import SyncDriver
 from agent_run_ledger.engine import audit, records, runs
 from agent_run_ledger.engine.effects import Flow
 from agent_run_ledger.engine.history import History
-from agent_run_ledger.engine.log import Draft, seal
+from agent_run_ledger.engine.log import Draft
 from agent_run_ledger.engine.steps import Call, Options, StepOptions, step
 from agent_run_ledger.errors import (
     InvalidArguments,
@@ -233,13 +233,8 @@ class Ledger:
     def _start(self, run_id: str | None, draft: Draft, wait: float | None) -> HeldRun:
         """Create a run, or attach to the one that has this id: its program begins at its first line."""
         name = f"run_{os.urandom(10).hex()}" if run_id is None else check_name("run_id", run_id)
-        now = self._clock.now()
         if run_id is None or self._store.head(name) is None:
-
-            def build(history: History, token: int) -> list[Any]:
-                return seal(history, token, now, [draft])
-
-            run = self._leases.create(name, os.urandom(32), build, now)
+            run = self._leases.create(name, draft)
             if run is not None:
                 return run
         run = self._leases.run(name)

@@ -90,8 +90,8 @@ class StoreContract:
     def test_a_run_is_created_once_and_a_second_create_changes_nothing(self, store: Store) -> None:
         _create(store, "r")
         before = (store.head("r"), store.read("r"), store.secret("r"))
-        assert store.create("r", "b", 30.0, b"other".ljust(32), [a_row(1, "created", b'{"goal":"other"}')], 9.0) is None
-        assert store.create("r", "a", 30.0, _SECRET, [a_row(1)], 1.0) is None
+        assert store.create("r", "b", 30.0, b"other".ljust(32), [a_row(1, "created", b'{"goal":"other"}')]) is None
+        assert store.create("r", "a", 30.0, _SECRET, [a_row(1)]) is None
         assert (store.head("r"), store.read("r"), store.secret("r")) == before
 
     def test_a_run_that_could_not_be_created_whole_does_not_exist(self, store: Store) -> None:
@@ -419,7 +419,7 @@ class StoreContract:
         got: list[Lease | None] = []
 
         def work(owner: str) -> None:
-            got.append(store.create("r", owner, 30.0, _SECRET, [a_row(1, "created")], 1.0))
+            got.append(store.create("r", owner, 30.0, _SECRET, [a_row(1, "created")]))
 
         _in_threads([partial(work, owner) for owner in "abcdefgh"])
         assert sum(lease is not None for lease in got) == 1
@@ -462,7 +462,7 @@ def _create(
     lease_seconds: float = 30.0,
     rows: Sequence[Row] | None = None,
 ) -> Lease:
-    lease = store.create(run_id, owner, lease_seconds, _SECRET, rows or [a_row(1, "created", b"{}")], 1.0)
+    lease = store.create(run_id, owner, lease_seconds, _SECRET, rows or [a_row(1, "created", b"{}")])
     assert lease is not None
     return lease
 

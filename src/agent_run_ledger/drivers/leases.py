@@ -11,7 +11,7 @@ from types import TracebackType
 from agent_run_ledger.contract import Clock, Store
 from agent_run_ledger.engine.history import History
 from agent_run_ledger.engine.live import LiveRun
-from agent_run_ledger.engine.log import Sealed
+from agent_run_ledger.engine.log import Draft, seal
 from agent_run_ledger.errors import LeaseLost, RunNotFound, RunOwned, StoreError
 from agent_run_ledger.rules.loops import Rule
 
@@ -102,16 +102,15 @@ class Leases:
                 run = self._runs.setdefault(run_id, fresh)
         return run
 
-    def create(
-        self, run_id: str, secret: bytes, build: Callable[[History, int], list[Sealed]], at: float
-    ) -> HeldRun | None:
-        """Make a run with the entries that `build(history, token)` seals, and hold it. None where it exists."""
+    def create(self, run_id: str, draft: Draft) -> HeldRun | None:
+        """Make a run that begins with this entry, and hold it. None where it exists."""
+        secret = os.urandom(32)
         history = History(run_id, secret, self._rule())
         token = self._store.first_token()
-        sealed = build(history, token)
+        sealed = seal(history, token, self._clock.now(), [draft])
         expires = self._clock.elapsed() + self._lease_seconds
         rows = [row for row, _ in sealed]
-        if self._store.create(run_id, self.owner, self._lease_seconds, secret, rows, at) is None:
+        if self._store.create(run_id, self.owner, self._lease_seconds, secret, rows) is None:
             return None
         run = self.run(run_id)
         with run.lock:

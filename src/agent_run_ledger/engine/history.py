@@ -41,7 +41,7 @@ class StepHistory:
 
     __slots__ = (
         "arguments", "attempts", "attempts_of_code", "created_at", "dependencies", "digest", "earlier", "effect", "environment", "fingerprint",
-        "followed", "input", "key", "kind", "last", "leaf", "left", "number", "outcome", "position", "redispatched", "state",
+        "followed", "input", "key", "last", "leaf", "left", "number", "outcome", "position", "redispatched", "state",
         "token", "tool", "version", "wait",
     )  # fmt: skip
 

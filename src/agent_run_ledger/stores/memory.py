@@ -41,9 +41,7 @@ class MemoryStore:
     def first_token(self) -> int:
         return 1
 
-    def create(
-        self, run_id: str, owner: str, lease_seconds: float, secret: bytes, rows: Sequence[Row], at: float
-    ) -> Lease | None:
+    def create(self, run_id: str, owner: str, lease_seconds: float, secret: bytes, rows: Sequence[Row]) -> Lease | None:
         with self._mutex:
             self._refuse_if_closed()
             if run_id in self._runs:

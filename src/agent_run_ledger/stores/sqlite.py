@@ -59,8 +59,8 @@ ON CONFLICT (run_id, digest) DO UPDATE SET bytes = excluded.bytes WHERE bytes IS
 
 # A run of that id that exists, or a tombstone of one, leaves everything as it is.
 _CREATE = """
-INSERT INTO runs (run_id, created_at, owner, fencing_token, lease_until, lease_seconds, lease_boot)
-SELECT ?, ?, ?, (SELECT value FROM meta WHERE key = 'epoch') * 1048576 + 1, ?, ?, ?
+INSERT INTO runs (run_id, owner, fencing_token, lease_until, lease_seconds, lease_boot)
+SELECT ?, ?, (SELECT value FROM meta WHERE key = 'epoch') * 1048576 + 1, ?, ?, ?
 WHERE NOT EXISTS (SELECT 1 FROM runs WHERE run_id = ?)
 RETURNING fencing_token
 """
@@ -167,9 +167,7 @@ class SqliteStore:
             row = self._connection().execute("SELECT value FROM meta WHERE key = 'epoch'").fetchone()
             return int(row[0]) * 1048576 + 1
 
-    def create(
-        self, run_id: str, owner: str, lease_seconds: float, secret: bytes, rows: Sequence[Row], at: float
-    ) -> Lease | None:
+    def create(self, run_id: str, owner: str, lease_seconds: float, secret: bytes, rows: Sequence[Row]) -> Lease | None:
         owner = self._own_name(owner)
         with self._mutex:
             self._connection()
@@ -177,7 +175,7 @@ class SqliteStore:
             end = self.clock.elapsed() + lease_seconds
             try:
                 with self._transaction(_FULL) as db:
-                    made = db.execute(_CREATE, (run_id, at, owner, end, lease_seconds, boot_id(), run_id)).fetchone()
+                    made = db.execute(_CREATE, (run_id, owner, end, lease_seconds, boot_id(), run_id)).fetchone()
                     if made is None:
                         return None
                     token = int(made[0])

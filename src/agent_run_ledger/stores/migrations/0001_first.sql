@@ -33,15 +33,13 @@ CREATE TABLE payloads (
 -- The heads. Only the lease and the note are not found in the log as well, and they prove nothing.
 CREATE TABLE runs (
     run_id        TEXT    NOT NULL UNIQUE,
-    created_at    REAL    NOT NULL,
     owner         TEXT,
     fencing_token INTEGER NOT NULL,
     lease_until   REAL,
     lease_seconds REAL,
     lease_boot    TEXT,
     inbox         INTEGER NOT NULL DEFAULT 0,
-    note          TEXT,
-    parent_run_id TEXT
+    note          TEXT
 );
 CREATE INDEX runs_of_an_owner ON runs (owner) WHERE owner IS NOT NULL;
 
