@@ -28,17 +28,22 @@ from agent_run_ledger import AgentRunLedger, Effect
 ROUNDS = 7
 
 
-def floor(path: Path, synchronous: str) -> Callable[[], None]:
-    """F: one INSERT and one UPDATE in two transactions."""
+def floor(path: Path, synchronous: str, key: str = "") -> Callable[[], None]:
+    """F: one INSERT and one UPDATE in two transactions. `key` adds the least that finds the steps of a run again."""
     db = sqlite3.connect(path, isolation_level=None)
     db.execute("PRAGMA journal_mode=WAL")
     db.execute(f"PRAGMA synchronous={synchronous}")
-    db.execute("CREATE TABLE steps (id INTEGER PRIMARY KEY, run TEXT, arguments TEXT, state TEXT, output TEXT)")
+    columns = "id INTEGER PRIMARY KEY, run TEXT, number INTEGER, arguments TEXT, state TEXT, output TEXT"
+    db.execute(f"CREATE TABLE steps ({columns}{key})")
     arguments, output = '{"invoice_id":"INV-109","n":1}', '{"ok":true,"total":12}'
+    insert = "INSERT INTO steps (run, number, arguments, state) VALUES (?, ?, ?, ?)"
+    number = 0
 
     def step() -> None:
+        nonlocal number
+        number += 1
         db.execute("BEGIN IMMEDIATE")
-        made = db.execute("INSERT INTO steps (run, arguments, state) VALUES (?, ?, ?)", ("run", arguments, "RUNNING"))
+        made = db.execute(insert, ("run_4f0a6f8c1b2d3e4f5a6b", number, arguments, "RUNNING"))
         db.execute("COMMIT")
         db.execute("BEGIN IMMEDIATE")
         db.execute("UPDATE steps SET state = ?, output = ? WHERE id = ?", ("COMPLETED", output, made.lastrowid))
@@ -84,6 +89,7 @@ def step_costs(folder: Path) -> dict[str, float]:
     process = interleaved(
         {
             "floor, NORMAL": floor(folder / "floor-normal.db", "NORMAL"),
+            "floor with a key, NORMAL": floor(folder / "floor-keyed.db", "NORMAL", ", UNIQUE (run, number)"),
             "step, process": durable(folder / "process.db", "process"),
         },
         500,
@@ -173,6 +179,7 @@ def main() -> None:
     normal, full = costs["floor, NORMAL"], costs["floor, FULL"]
     ratios = {
         "step, process / F": costs["step, process"] / normal,
+        "step, process / F with a key": costs["step, process"] / costs["floor with a key, NORMAL"],
         "step, full / F at FULL": costs["step, full"] / full,
         "READ step, full / F at FULL": costs["READ step, full"] / full,
         "step 10 / F": flat["step 10"],

@@ -139,8 +139,9 @@ class Life:
         self.is_dead = True
         for ledger in self._ledgers:
             ledger._leases._stop.set()
-            if ledger._leases._thread is not None:
-                ledger._leases._thread.join()
+            if ledger._leases._heart is not None:
+                with ledger._leases._heart:
+                    pass
         if isinstance(self.store, SqliteStore):
             self.store._owners.abandon()
             self.store.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import os
 import threading
 import weakref
@@ -88,7 +89,8 @@ class Leases:
         self.owner = f"{self._label}-{os.urandom(6).hex()}"
         self._lock = threading.Lock()
         self._runs: dict[str, HeldRun] = {}
-        self._thread: threading.Thread | None = None
+        self._heart: threading.Lock | None = None
+        """Held by the heartbeat's thread as long as it lives; None before there is one."""
         self._stop = threading.Event()
 
     def run(self, run_id: str) -> HeldRun:
@@ -161,7 +163,7 @@ class Leases:
         run.inbox = run.history.honoured
         if run.interrupted is not None and run.history.positions[run.interrupted].outcome is not None:
             run.interrupted = None  # whoever held the run in between has settled it
-        if self._thread is None:
+        if self._heart is None:
             self._start()
 
     def await_claim(self, run: HeldRun, wait_seconds: float | None) -> None:
@@ -227,18 +229,21 @@ class Leases:
         for run in list(self._runs.values()):
             with run.lock:
                 run.is_held = False
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join()
+        if self._heart is not None:
+            with self._heart:  # its last beat is over
+                pass
         self._store.close()
 
     # --- heartbeat ----------------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
         with self._lock:
-            if self._thread is None:
-                arguments = (weakref.ref(self), self._stop, self._heartbeat_seconds)
-                self._thread = threading.Thread(target=_beat, args=arguments, name="agent-run-ledger", daemon=True)
-                self._thread.start()
+            if self._heart is None:
+                self._heart = threading.Lock()
+                self._heart.acquire()
+                # Not `threading.Thread`, whose start waits until the new thread has had its turn: every resume would pay for that.
+                arguments = (weakref.ref(self), self._stop, self._heartbeat_seconds, self._heart)
+                _thread.start_new_thread(_beat, arguments)
 
     def beat(self) -> None:
         """Renew every lease that is in use: a step in flight, a call on the stack, or a step since the last beat."""
@@ -252,13 +257,16 @@ class Leases:
                         continue  # a lost lease stops the run's next write; a store in trouble is tried again at the next beat
 
 
-def _beat(leases: weakref.ref[Leases], stop: threading.Event, seconds: float) -> None:
-    while not stop.wait(seconds):
-        alive = leases()
-        if alive is None:
-            return
-        alive.beat()
-        del alive
+def _beat(leases: weakref.ref[Leases], stop: threading.Event, seconds: float, heart: threading.Lock) -> None:
+    try:
+        while not stop.wait(seconds):
+            alive = leases()
+            if alive is None:
+                return
+            alive.beat()
+            del alive
+    finally:
+        heart.release()
 
 
 _alive: weakref.WeakSet[Leases] = weakref.WeakSet()
