@@ -16,10 +16,11 @@ from agent_run_ledger.contract import Clock, Store, Summary
 from agent_run_ledger.drivers.leases import HeldRun, Leases
 from agent_run_ledger.drivers.sync import SyncDriver
 from agent_run_ledger.engine import audit, records, runs
+from agent_run_ledger.engine.call import Call, Options, StepOptions
 from agent_run_ledger.engine.effects import Flow
 from agent_run_ledger.engine.history import History
 from agent_run_ledger.engine.log import Draft
-from agent_run_ledger.engine.steps import Call, Options, StepOptions, step
+from agent_run_ledger.engine.steps import step
 from agent_run_ledger.errors import (
     InvalidArguments,
     LedgerError,

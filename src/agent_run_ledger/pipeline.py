@@ -10,7 +10,8 @@ from typing import Any, TypeVar, Unpack
 from agent_run_ledger.contract import Clock, Store
 from agent_run_ledger.drivers.leases import HeldRun
 from agent_run_ledger.engine import runs
-from agent_run_ledger.engine.steps import Call, Options, StepOptions, step
+from agent_run_ledger.engine.call import Call, Options, StepOptions
+from agent_run_ledger.engine.steps import step
 from agent_run_ledger.errors import InvalidArguments, InvalidPipeline
 from agent_run_ledger.ledger import PAYLOAD_LIMIT, Durability, Ledger, effect_of, exception_types, park
 from agent_run_ledger.model import Effect, RetryPolicy, RunState

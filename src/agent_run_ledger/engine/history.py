@@ -9,7 +9,8 @@ from typing import Any
 from agent_run_ledger import merkle
 from agent_run_ledger.contract import Row
 from agent_run_ledger.errors import StoreCorrupt
-from agent_run_ledger.model import RunState
+from agent_run_ledger.model import Effect, RunState
+from agent_run_ledger.rules import canonical
 from agent_run_ledger.rules.loops import OK, Call, Rule
 
 _parse = json.JSONDecoder().raw_decode  # bodies have no white space around them, which is what `decode` looks for first
@@ -69,6 +70,11 @@ class StepHistory:
         self.earlier: Outcome | None = None
         """The outcome of the attempt before the one under way."""
         self.dispatched(row, body)
+
+    @property
+    def declared(self) -> Effect | None:
+        """The effect that was declared at the last dispatch."""
+        return Effect(self.effect) if self.effect else None
 
     def dispatched(self, row: Row, body: dict[str, Any]) -> None:
         """An intent: the next attempt of this step is under way. Changed code starts the count of attempts afresh."""
@@ -211,6 +217,11 @@ class History:
     def _follow(self) -> None:
         if self._last is not None:
             self._last.followed = True
+
+    @property
+    def cause_text(self) -> str | None:
+        """Why the run stands or has ended, in words."""
+        return canonical.decode(self.cause)["reason"] if self.cause is not None else None
 
     @property
     def root(self) -> bytes:

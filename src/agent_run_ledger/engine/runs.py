@@ -7,11 +7,11 @@ from functools import partial
 from typing import Any
 
 from agent_run_ledger.contract import Request
+from agent_run_ledger.engine import admission
 from agent_run_ledger.engine.effects import Commit, Flow, GiveBack, Moment, Plan
 from agent_run_ledger.engine.history import History
 from agent_run_ledger.engine.live import LiveRun
 from agent_run_ledger.engine.log import Draft
-from agent_run_ledger.engine.steps import cause_of, left_in_doubt, unsettled
 from agent_run_ledger.errors import (
     BudgetExceededException,
     ReplayDivergence,
@@ -103,18 +103,13 @@ def _finish(result: bytes, run: LiveRun, moment: Moment) -> Plan:
     history = run.history
     if history.state is RunState.COMPLETED and history.result_digest == digests.salted(history.secret, result):
         return Plan()
-    if history.state.is_terminal or history.state is RunState.QUARANTINE:
-        return Plan(error=RunClosed(run.run_id, history.state, cause_of(history.cause)))
-    if run.in_flight is not None:
-        return Plan(error=UnorderedStep(run.run_id, "finish_run", run.in_flight.tool))
-    if run.is_cancelled:
-        return Plan(error=RunClosed(run.run_id, RunState.CANCELLED))
-    drafts: list[Draft] = []
-    if (left := left_in_doubt(run)) is not None:
-        if left.error is not None:
-            return left
-        drafts += left.drafts
-    if (doubt := unsettled(run)) is not None:
+    refusal = admission.refusal(run, "finish_run") or admission.ending(run)
+    if refusal is not None:
+        return Plan(error=refusal)
+    drafts, doubt = admission.left_in_doubt(run)
+    if doubt is not None:
+        return Plan(drafts, error=doubt)
+    if (doubt := admission.unsettled(run)) is not None:
         return Plan(error=doubt)
     drafts.append(Draft("finished", Event.FINISH, {}, result))
     return Plan(drafts, synced=True)
@@ -180,17 +175,18 @@ def value(run: LiveRun, name: str, fresh: Any) -> Flow[Any]:
     """A value that the program may not make twice: `fresh` the first time, what was recorded ever after."""
     try:
         return (yield Commit(run, partial(_value, name, fresh)))
-    except (ReplayDivergence, StepInDoubt) as error:
-        yield GiveBack(run, str(error) if isinstance(error, ReplayDivergence) else None)
+    except ReplayDivergence as divergence:
+        yield GiveBack(run, str(divergence))
+        raise
+    except (StepInDoubt, RunClosed, BudgetExceededException):
+        yield GiveBack(run)
         raise
 
 
 def _value(name: str, fresh: Any, run: LiveRun, moment: Moment) -> Plan:
+    if (refusal := admission.refusal(run, f"run.{name}()")) is not None:
+        return Plan(error=refusal)
     history, position = run.history, str(run.cursor)
-    if history.state is RunState.QUARANTINE or (history.state.is_terminal and history.state is not RunState.COMPLETED):
-        return Plan(error=RunClosed(run.run_id, history.state, cause_of(history.cause)))
-    if run.in_flight is not None:
-        return Plan(error=UnorderedStep(run.run_id, f"run.{name}()", run.in_flight.tool))
     if (step := history.positions.get(position)) is not None:
         return Plan(error=ReplayDivergence(run.run_id, position, repr(step.tool), f"run.{name}()"))
     if position in history.values:
@@ -199,18 +195,16 @@ def _value(name: str, fresh: Any, run: LiveRun, moment: Moment) -> Plan:
             return Plan(error=ReplayDivergence(run.run_id, position, f"run.{body['name']}()", f"run.{name}()"))
         run.advance(position)
         return Plan(answer=canonical.decode(payload) if payload is not None else None)
-    if history.state.is_terminal or run.is_cancelled:
-        return Plan(error=RunClosed(run.run_id, RunState.CANCELLED if run.is_cancelled else history.state))
-    drafts: list[Draft] = []
-    if (left := left_in_doubt(run)) is not None:
-        if left.error is not None:
-            return left
-        drafts += left.drafts
+    if (ending := admission.ending(run)) is not None:
+        return Plan(error=ending)
+    drafts, doubt = admission.left_in_doubt(run)
+    if doubt is not None:
+        return Plan(drafts, error=doubt)
     reason = budget.exhausted(run.limit + 1, history.steps, history.refused, history.size)
     if reason is not None:
-        refusal = Draft(
+        refused = Draft(
             "refused", Event.BUDGET_EXHAUSTED, {"rule": "budget"}, canonical.encode({"reason": reason}), position
         )
-        return Plan([*drafts, refusal], error=BudgetExceededException(run.run_id, reason), synced=True)
+        return Plan([*drafts, refused], error=BudgetExceededException(run.run_id, reason), synced=True)
     drafts.append(Draft("value", None, {"name": name}, canonical.encode(fresh), position))
     return Plan(drafts, answer=fresh)

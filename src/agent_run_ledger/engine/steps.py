@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, TypedDict
+from typing import Any
 
-from agent_run_ledger.engine import recovery
+from agent_run_ledger.engine import admission, outcomes, recovery
+from agent_run_ledger.engine.call import Call
 from agent_run_ledger.engine.effects import Commit, Flow, GiveBack, Invoke, Moment, Plan, Result, Wait, Warn
 from agent_run_ledger.engine.history import StepHistory
 from agent_run_ledger.engine.live import LiveRun
 from agent_run_ledger.engine.log import Draft
+from agent_run_ledger.engine.outcomes import in_doubt, parked_in_doubt
 from agent_run_ledger.errors import (
     AttemptsExhausted,
     BudgetExceededException,
@@ -19,65 +19,13 @@ from agent_run_ledger.errors import (
     ReplayDivergence,
     RunawayLoopDetectedException,
     RunClosed,
-    StepCancelled,
-    StepFailed,
     StepInDoubt,
     StoreError,
     UndeclaredEffectWarning,
-    UnorderedStep,
     UnserialisableArguments,
-    UnserialisableOutput,
 )
-from agent_run_ledger.model import Effect, Event, RetryPolicy, RunState, StepState
-from agent_run_ledger.rules import backoff, budget, canonical, digests, failures, functions
-
-
-class Options(NamedTuple):
-    """What a caller declares about a tool: the options of `execute_step`, `step()` and `Step`."""
-
-    effect: Effect | None = None
-    retry: RetryPolicy | None = None
-    returns: Any = None
-    raises: tuple[type[BaseException], ...] = ()
-    fatal: tuple[type[BaseException], ...] = ()
-    may_repeat: bool = False
-    version: str | None = None
-
-
-class StepOptions(TypedDict, total=False):
-    """The same as keywords, for those who pass them on."""
-
-    effect: Effect | None
-    retry: RetryPolicy | None
-    returns: Any
-    raises: tuple[type[BaseException], ...]
-    fatal: tuple[type[BaseException], ...]
-    may_repeat: bool
-    version: str | None
-
-
-@dataclass(slots=True)
-class Call:
-    """What the program asks for."""
-
-    tool: str
-    arguments: dict[str, Any]
-    function: Callable[..., Any]
-    options: Options
-    environment: str
-    """The tool's declared version or a digest of its code, and the versions beneath it."""
-    passes_arguments: bool
-    """Whether the function takes the stored arguments by keyword, or is called bare."""
-    limit: int
-    """The largest payload, in canonical bytes."""
-    parameters: Mapping[str, Any] = field(default_factory=dict)
-    """The annotations by which stored arguments are made into the declared classes again."""
-    position: str | None = None
-    """Its place, where it has a name of its own; None: the next of the run's own branch."""
-    after: tuple[str, ...] = ()
-    """The positions whose outputs it depends on."""
-    stored: bytes = b""
-    digest: bytes = b""
+from agent_run_ledger.model import Effect, Event, RunState, StepState
+from agent_run_ledger.rules import budget, canonical, digests, failures, functions
 
 
 def step(run: LiveRun, call: Call) -> Flow[Any]:
@@ -99,7 +47,7 @@ def step(run: LiveRun, call: Call) -> Flow[Any]:
         raise
     if error is not None and run.history.state.is_terminal:  # it was fatal
         yield GiveBack(run)
-    return _hand_out(run, call, this, error)
+    return outcomes.hand_out(run, call, this, error)
 
 
 _DISPATCHED_AGAIN = (
@@ -123,28 +71,14 @@ def _is_settled(step: StepHistory) -> bool:
     return step.outcome is not None and (step.outcome.retry_at is None or step.followed)
 
 
-def _effect(call: Call, step: StepHistory) -> Effect | None:
-    """What is declared now counts; what was declared at the dispatch, where nothing is declared any more."""
-    return call.options.effect or (Effect(step.effect) if step.effect else None)
-
-
-def _must_not_repeat(run: LiveRun, effect: Effect | None) -> bool:
-    return effect is Effect.MUTATE or (effect is None and run.undeclared == "block")
-
-
 # --- intents ----------------------------------------------------------------------------------------------------------
 
 
 def _intend(call: Call, run: LiveRun, moment: Moment) -> Plan:
     """Decide what a call at the run's next position is: a replay, a first dispatch, another attempt, or a refusal."""
+    if (refusal := admission.refusal(run, call.tool)) is not None:
+        return Plan(error=refusal)
     history = run.history
-    closed = history.state is RunState.QUARANTINE or (
-        history.state.is_terminal and history.state is not RunState.COMPLETED
-    )
-    if closed:
-        return Plan(error=RunClosed(run.run_id, history.state, cause_of(history.cause)))
-    if run.in_flight is not None:
-        return Plan(error=UnorderedStep(run.run_id, call.tool, run.in_flight.tool))
     position = call.position or str(run.cursor)
     if position in history.values:
         recorded = f"run.{history.values[position][0]['name']}()"
@@ -158,23 +92,19 @@ def _intend(call: Call, run: LiveRun, moment: Moment) -> Plan:
         run.advance(position)
         run.replayed += 1
         return Plan(answer=position)
-    if run.is_cancelled:
-        return Plan(error=RunClosed(run.run_id, RunState.CANCELLED))
+    if (ending := admission.ending(run)) is not None:
+        return Plan(error=ending)
     return _resume(run, call, step, moment)
 
 
 def _begin(run: LiveRun, call: Call, position: str) -> Plan:
     """A call that the log does not know: the first intent of a new step, or a refusal."""
+    if (ending := admission.ending(run)) is not None:
+        return Plan(error=ending)
+    drafts, doubt = admission.left_in_doubt(run)
+    if doubt is not None:
+        return Plan(drafts, error=doubt)
     history = run.history
-    if history.state.is_terminal:
-        return Plan(error=RunClosed(run.run_id, history.state, cause_of(history.cause)))
-    if run.is_cancelled:
-        return Plan(error=RunClosed(run.run_id, RunState.CANCELLED))
-    drafts: list[Draft] = []
-    if (left := left_in_doubt(run)) is not None:
-        if left.error is not None:
-            return left
-        drafts += left.drafts
     salted = digests.salted(history.secret, call.stored)
     verdict = history.verdict
     if verdict.level == "certain" and history.looping == (call.tool, salted) and not call.options.may_repeat:
@@ -197,7 +127,7 @@ def _resume(run: LiveRun, call: Call, step: StepHistory, moment: Moment) -> Plan
     """A recorded step without a final outcome: what recovery's rules say of it."""
     declared = recovery.Declaration(
         effect=call.options.effect,
-        max_attempts=_max_attempts(call),
+        max_attempts=call.max_attempts,
         blocks_undeclared=run.undeclared == "block",
         environment=call.environment,
     )
@@ -205,8 +135,8 @@ def _resume(run: LiveRun, call: Call, step: StepHistory, moment: Moment) -> Plan
     drafts = []
     if action.kind == "park":
         if step.state != StepState.BLOCKED:
-            drafts.append(_parked_in_doubt(step, action.reason))
-        return Plan(drafts, error=_in_doubt(run, step, action.reason))
+            drafts.append(parked_in_doubt(step, action.reason))
+        return Plan(drafts, error=in_doubt(run, step, action.reason))
     if action.kind == "dead_letter":
         fields = {"step": step.number, "step_state": StepState.DEAD_LETTER}
         payload = canonical.encode({"reason": f"step {step.number}, {step.tool!r}: {action.reason}"})
@@ -225,8 +155,8 @@ def _resume(run: LiveRun, call: Call, step: StepHistory, moment: Moment) -> Plan
 
 def _retry(call: Call, step: StepHistory, run: LiveRun, moment: Moment) -> Plan:
     """The wait before a retry is over."""
-    if run.is_cancelled:
-        return Plan(error=RunClosed(run.run_id, RunState.CANCELLED))
+    if (ending := admission.ending(run)) is not None:
+        return Plan(error=ending)
     return Plan([_next_attempt(run, call, step)], synced=_synced(call.options.effect))
 
 
@@ -266,7 +196,7 @@ def _intent(
         "tool": call.tool,
         "key": key,
         "environment": call.environment,
-        "left": max(0, _max_attempts(call) - used),
+        "left": max(0, call.max_attempts - used),
         "step_state": StepState.RUNNING,
     }
     if call.options.effect is not None:
@@ -275,10 +205,6 @@ def _intent(
         fields["after"] = list(call.after)  # as it will be read
     fingerprint = digests.fingerprint(call.tool, digest)
     return Draft("intent", Event.START_STEP, fields, stored, position, attempt, digest, salted, fingerprint)
-
-
-def _max_attempts(call: Call) -> int:
-    return call.options.retry.max_attempts if call.options.retry else recovery.DEFAULT_ATTEMPTS
 
 
 def _synced(effect: Effect | None) -> bool | None:
@@ -335,24 +261,23 @@ def _attempt(run: LiveRun, call: Call, step: StepHistory) -> Flow[BaseException 
             if name in arguments:
                 arguments[name] = canonical.rebuild(annotation, arguments[name])
         if step.redispatched == step.attempts:
-            yield Warn(
-                UndeclaredEffectWarning, _DISPATCHED_AGAIN.format(tool=call.tool)
-            )  # may be made an error by the program
+            # a program may make it an error
+            yield Warn(UndeclaredEffectWarning, _DISPATCHED_AGAIN.format(tool=call.tool))
         result: Result = yield Invoke(run, step, call.function, arguments)
         error = result.error
         if error is None:
-            draft = _returned(run, call, step, result.value)
+            draft = outcomes.returned(run, call, step, result.value)
         elif isinstance(error, Exception):
-            if failures.is_ambiguous(error) and _must_not_repeat(run, _effect(call, step)):
-                yield Commit(run, partial(_park_ambiguous, step, error), token)
-            draft = _error(run, call, step, "failed", error)
+            if failures.is_ambiguous(error) and admission.must_not_repeat(run, call.options.effect or step.declared):
+                yield Commit(run, partial(outcomes.park_ambiguous, step, error), token)
+            draft = outcomes.raised(run, call, step, error)
         else:  # a cancellation is no outcome: it goes on its way, and the step is in doubt
             raise error
     except BaseException:  # also where the driver was stopped, the lease was gone, or a park could not be written
         run.leave(step)
         raise
     try:
-        yield Commit(run, partial(_settle, call, draft, error), token)
+        yield Commit(run, partial(outcomes.settle, call, draft, error), token)
     except StoreError:
         # The outcome is owed to the log. Until it is written the program stands before this call: asking again replays it.
         run.cursor = min(run.cursor, _index(step.position) or run.cursor)
@@ -362,135 +287,3 @@ def _attempt(run: LiveRun, call: Call, step: StepHistory) -> Flow[BaseException 
 
 def _index(position: str) -> int | None:
     return int(position) if position.isdecimal() else None
-
-
-def _outcome(step: StepHistory, ok: str, payload: bytes, may_repeat: bool) -> Draft:
-    fields: dict[str, Any] = {"step": step.number, "ok": ok, "left": step.left, "step_state": StepState.FAILED}
-    event = Event.STEP_ERROR
-    if ok == "completed":
-        fields["step_state"] = StepState.COMPLETED
-        event = Event.STEP_SUCCESS
-    if may_repeat:
-        fields["may_repeat"] = True
-    return Draft("outcome", event, fields, payload, step.position, step.attempts)
-
-
-def _returned(run: LiveRun, call: Call, step: StepHistory, value: Any) -> Draft:
-    try:
-        payload = canonical.encode(
-            value, limit=call.limit, what=f"the output of {call.tool!r}", declared=call.options.returns
-        )
-    except Exception as error:  # also what an object's own methods raise, or a warning that the program made an error
-        return _error(run, call, step, "unstorable", error)
-    return _outcome(step, "completed", payload, call.options.may_repeat)
-
-
-def _error(run: LiveRun, call: Call, step: StepHistory, ok: str, error: Exception) -> Draft:
-    """An error as data; `error_id` is what the loop rules compare, since a traceback differs each time."""
-    described = failures.describe(error)
-    if type(error) is canonical.Unstorable:
-        described["path"] = error.path
-    draft = _outcome(step, ok, canonical.encode(described), call.options.may_repeat)
-    draft.fields["error_id"] = digests.salted(run.history.secret, failures.text(described).encode())
-    if failures.is_ambiguous(error):
-        draft.fields["ambiguous"] = True
-    return draft
-
-
-def _settle(call: Call, draft: Draft, error: BaseException | None, run: LiveRun, moment: Moment) -> Plan:
-    """Write an outcome; a failure that may be retried says when, and one that is fatal ends the run."""
-    if error is None:
-        return Plan([draft])
-    step = run.history.positions[draft.position or ""]
-    if issubclass(type(error), call.options.fatal):  # an exception may hide behind its `__class__`
-        payload = canonical.encode({"reason": f"step {step.number}, {step.tool!r}, failed with a fatal error"})
-        return Plan([draft, Draft("aborted", Event.ABORT, {}, payload)], synced=True)
-    retry = call.options.retry
-    if retry is not None and step.attempts_of_code < retry.max_attempts:
-        wait = backoff.delay(step.attempts_of_code - 1, retry, moment.draw, step.wait)
-        later = {**draft.fields, "retry_at": moment.now + wait, "wait": wait}
-        return Plan([draft._replace(event=Event.WAIT, fields=later)])
-    return Plan([draft])
-
-
-def _park_ambiguous(step: StepHistory, error: Exception, run: LiveRun, moment: Moment) -> Plan:
-    why = f"{failures.text(failures.describe(error))} does not tell whether it took effect"
-    doubt = _in_doubt(run, step, why)
-    doubt.__cause__ = error
-    run.interrupted = step.position
-    return Plan([_parked_in_doubt(step, why)], error=doubt)
-
-
-def left_in_doubt(run: LiveRun) -> Plan | None:
-    """What comes first when a program goes on although a step of it was interrupted: the step is recorded as cancelled.
-
-    Where a second dispatch could do harm nothing is recorded; the run parks and the program is told that the step is in doubt.
-    """
-    if run.interrupted is None:
-        return None
-    step = run.history.positions[run.interrupted]
-    if not _must_not_repeat(run, Effect(step.effect) if step.effect else None):
-        return Plan([_cancelled(step)])
-    why = "it was interrupted, and the program goes on"
-    drafts = [] if step.state == StepState.BLOCKED else [_parked_in_doubt(step, why)]
-    return Plan(drafts, error=_in_doubt(run, step, why))
-
-
-def unsettled(run: LiveRun) -> StepInDoubt | None:
-    """The first step of which nobody knows whether it took effect, where a second dispatch could do harm."""
-    for step in run.history.positions.values():
-        if step.outcome is None and _must_not_repeat(run, Effect(step.effect) if step.effect else None):
-            return _in_doubt(run, step, "it was never settled")
-    return None
-
-
-def _cancelled(step: StepHistory) -> Draft:
-    described = {
-        "type": "CancelledError",
-        "module": "agent_run_ledger",
-        "message": "the step was interrupted",
-        "bases": [],
-    }
-    return _outcome(step, "cancelled", canonical.encode(described), may_repeat=False)
-
-
-def _parked_in_doubt(step: StepHistory, why: str) -> Draft:
-    fields = {"step": step.number, "step_state": StepState.BLOCKED}
-    payload = canonical.encode({"reason": f"step {step.number}, {step.tool!r}, is in doubt: {why}"})
-    return Draft("parked", Event.WAIT, fields, payload, step.position, step.attempts)
-
-
-def _in_doubt(run: LiveRun, step: StepHistory, why: str) -> StepInDoubt:
-    return StepInDoubt(run.run_id, step.number, step.tool, step.position, why)
-
-
-def cause_of(payload: bytes | None) -> str | None:
-    """The reason that a refusal, park or end was given, in words."""
-    return canonical.decode(payload)["reason"] if payload is not None else None
-
-
-# --- what the caller gets ---------------------------------------------------------------------------------------------
-
-
-def _hand_out(run: LiveRun, call: Call, step: StepHistory, cause: BaseException | None) -> Any:
-    """The recorded outcome, by the same way live and at replay. `cause` is the live exception, where there is one."""
-    outcome = step.outcome
-    assert outcome is not None
-    if outcome.ok == "completed":
-        value = canonical.decode(outcome.payload) if outcome.payload is not None else None
-        return canonical.rebuild(call.options.returns, value) if call.options.returns is not None else value
-    described = canonical.decode(outcome.payload) if outcome.payload is not None else {"type": "(erased)"}
-    text = failures.text(described)
-    if outcome.ok == "unstorable":
-        raise UnserialisableOutput(
-            f"{call.tool!r} was executed, and is recorded as executed, but its output cannot be stored: {text}",
-            described.get("path", "$"),
-        )
-    kind = StepCancelled if outcome.ok == "cancelled" else StepFailed
-    failed = kind(run.run_id, step.number, step.tool, described, text)
-    for declared in call.options.raises:
-        if cause is not None and issubclass(type(cause), declared):
-            raise cause
-        if cause is None and failures.matches(described, declared):
-            raise failures.revive(declared, described, failed)
-    raise failed from cause

@@ -1,0 +1,115 @@
+"""How an attempt ends: the entries that record it, and what the caller gets of them, now and at every replay."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from agent_run_ledger.engine.call import Call
+from agent_run_ledger.engine.effects import Moment, Plan
+from agent_run_ledger.engine.history import StepHistory
+from agent_run_ledger.engine.live import LiveRun
+from agent_run_ledger.engine.log import Draft
+from agent_run_ledger.errors import StepCancelled, StepFailed, StepInDoubt, UnserialisableOutput
+from agent_run_ledger.model import Event, StepState
+from agent_run_ledger.rules import backoff, canonical, digests, failures
+
+
+def _outcome(step: StepHistory, ok: str, payload: bytes, may_repeat: bool) -> Draft:
+    fields: dict[str, Any] = {"step": step.number, "ok": ok, "left": step.left, "step_state": StepState.FAILED}
+    event = Event.STEP_ERROR
+    if ok == "completed":
+        fields["step_state"] = StepState.COMPLETED
+        event = Event.STEP_SUCCESS
+    if may_repeat:
+        fields["may_repeat"] = True
+    return Draft("outcome", event, fields, payload, step.position, step.attempts)
+
+
+def returned(run: LiveRun, call: Call, step: StepHistory, value: Any) -> Draft:
+    try:
+        payload = canonical.encode(
+            value, limit=call.limit, what=f"the output of {call.tool!r}", declared=call.options.returns
+        )
+    except Exception as error:  # also what an object's own methods raise, or a warning that the program made an error
+        return raised(run, call, step, error, ok="unstorable")
+    return _outcome(step, "completed", payload, call.options.may_repeat)
+
+
+def raised(run: LiveRun, call: Call, step: StepHistory, error: Exception, *, ok: str = "failed") -> Draft:
+    """An error as data; `error_id` is what the loop rules compare, since a traceback differs each time."""
+    described = failures.describe(error)
+    if type(error) is canonical.Unstorable:
+        described["path"] = error.path
+    draft = _outcome(step, ok, canonical.encode(described), call.options.may_repeat)
+    draft.fields["error_id"] = digests.salted(run.history.secret, failures.text(described).encode())
+    if failures.is_ambiguous(error):
+        draft.fields["ambiguous"] = True
+    return draft
+
+
+def settle(call: Call, draft: Draft, error: BaseException | None, run: LiveRun, moment: Moment) -> Plan:
+    """Write an outcome; a failure that may be retried says when, and one that is fatal ends the run."""
+    if error is None:
+        return Plan([draft])
+    step = run.history.positions[draft.position or ""]
+    if issubclass(type(error), call.options.fatal):  # an exception may hide behind its `__class__`
+        payload = canonical.encode({"reason": f"step {step.number}, {step.tool!r}, failed with a fatal error"})
+        return Plan([draft, Draft("aborted", Event.ABORT, {}, payload)], synced=True)
+    retry = call.options.retry
+    if retry is not None and step.attempts_of_code < retry.max_attempts:
+        wait = backoff.delay(step.attempts_of_code - 1, retry, moment.draw, step.wait)
+        later = {**draft.fields, "retry_at": moment.now + wait, "wait": wait}
+        return Plan([draft._replace(event=Event.WAIT, fields=later)])
+    return Plan([draft])
+
+
+def park_ambiguous(step: StepHistory, error: Exception, run: LiveRun, moment: Moment) -> Plan:
+    why = f"{failures.text(failures.describe(error))} does not tell whether it took effect"
+    doubt = in_doubt(run, step, why)
+    doubt.__cause__ = error
+    run.interrupted = step.position
+    return Plan([parked_in_doubt(step, why)], error=doubt)
+
+
+def cancelled(step: StepHistory) -> Draft:
+    described = {
+        "type": "CancelledError",
+        "module": "agent_run_ledger",
+        "message": "the step was interrupted",
+        "bases": [],
+    }
+    return _outcome(step, "cancelled", canonical.encode(described), may_repeat=False)
+
+
+def parked_in_doubt(step: StepHistory, why: str) -> Draft:
+    fields = {"step": step.number, "step_state": StepState.BLOCKED}
+    payload = canonical.encode({"reason": f"step {step.number}, {step.tool!r}, is in doubt: {why}"})
+    return Draft("parked", Event.WAIT, fields, payload, step.position, step.attempts)
+
+
+def in_doubt(run: LiveRun, step: StepHistory, why: str) -> StepInDoubt:
+    return StepInDoubt(run.run_id, step.number, step.tool, step.position, why)
+
+
+def hand_out(run: LiveRun, call: Call, step: StepHistory, cause: BaseException | None) -> Any:
+    """The recorded outcome, by the same way live and at replay. `cause` is the live exception, where there is one."""
+    outcome = step.outcome
+    assert outcome is not None
+    if outcome.ok == "completed":
+        value = canonical.decode(outcome.payload) if outcome.payload is not None else None
+        return canonical.rebuild(call.options.returns, value) if call.options.returns is not None else value
+    described = canonical.decode(outcome.payload) if outcome.payload is not None else {"type": "(erased)"}
+    text = failures.text(described)
+    if outcome.ok == "unstorable":
+        raise UnserialisableOutput(
+            f"{call.tool!r} was executed, and is recorded as executed, but its output cannot be stored: {text}",
+            described.get("path", "$"),
+        )
+    kind = StepCancelled if outcome.ok == "cancelled" else StepFailed
+    failed = kind(run.run_id, step.number, step.tool, described, text)
+    for declared in call.options.raises:
+        if cause is not None and issubclass(type(cause), declared):
+            raise cause
+        if cause is None and failures.matches(described, declared):
+            raise failures.revive(declared, described, failed)
+    raise failed from cause
