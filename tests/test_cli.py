@@ -28,8 +28,8 @@ from agent_run_ledger import (
     __version__,
 )
 from agent_run_ledger.cli import main
-from agent_run_ledger.cli.doctor import has_wal_reset_bug
 from agent_run_ledger.cli.terminal import columns_of, cut, plain, table
+from agent_run_ledger.stores.diagnosis import has_wal_reset_bug
 
 SOURCE = Path(__file__).resolve().parent.parent / "src"
 PATH, SCRIPT, SQL, TEMPLATE = "../../etc/passwd", "<script>alert(1)</script>", "'; DROP TABLE runs; --", "{{7*7}}"
@@ -276,7 +276,8 @@ def test_show_json_has_the_fields_of_step_records(shell: Shell, db: Path) -> Non
     assert list(shown) == [
         "run", "steps", "is_waiting_for_its_program", "steps_in_doubt", "redispatched_undeclared", "trouble",
     ]  # fmt: skip
-    assert [list(step) for step in shown["steps"]] == [[each.name for each in fields(StepRecord)]]
+    assert [list(step) for step in shown["steps"]] == [[*(each.name for each in fields(StepRecord)), "environment"]]
+    assert f"agent-run-ledger {__version__}" in shown["steps"][0]["environment"]
     assert shown["steps"][0]["error_message"] == "ZeroDivisionError: division by zero"
     assert shown["is_waiting_for_its_program"] is True
 
@@ -373,7 +374,8 @@ def test_a_damaged_row_stops_no_command_and_is_found(shell: Shell, db: Path, seq
     status, out, _ = shell("--db", db, "show", "october")
     assert status == 1
     assert "PROBLEM: run 'october', entry " in out or "PROBLEM: step" in out
-    assert ("fetch" in out) is (seq > 2)
+    assert ["fetch" in out, "post" in out] == [True, True], "each step is shown whose intent can be read"
+    assert "in doubt" not in out, "what cannot be read is not what is not known"
     status, out, _ = shell("--db", db, "verify", "--json")
     assert status == 1
     assert ("october", seq) in [(each["run_id"], each["seq"]) for each in json.loads(out)["findings"]]

@@ -73,8 +73,8 @@ def test_a_retry_policy_that_makes_no_sense_is_refused(wrong: dict[str, Any]) ->
 def test_a_budget_is_spent_by_steps_and_refusals_and_at_last_by_entries(
     limit: int, steps: int, refused: int, entries: int
 ) -> None:
-    reason = budget.exhausted(limit, steps, refused, entries)
-    assert (reason is not None) == (steps + refused >= limit or entries >= 20 * limit)
+    assert (budget.steps_spent(limit, steps, refused) is not None) == (steps + refused >= limit)
+    assert (budget.entries_spent(limit, entries) is not None) == (entries >= 20 * limit)
 
 
 # --- loops ------------------------------------------------------------------------------------------------------------

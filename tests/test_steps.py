@@ -474,15 +474,27 @@ def test_a_call_that_may_repeat_is_never_refused(bench: Bench) -> None:
         assert ledger.execute_step(RUN, "poll", {}, lambda: "pending", may_repeat=True) == "pending"
 
 
-def test_calls_that_may_repeat_leave_nothing_in_the_breakers_memory_and_pass_where_it_would_refuse(
-    bench: Bench,
-) -> None:
+def test_calls_that_may_repeat_are_no_part_of_a_loop_and_pass_where_it_would_refuse(bench: Bench) -> None:
     ledger = program(bench, loop_threshold=2)
-    for may_repeat in (True, True, False, False, True, True):
+    for may_repeat in (True, True, True, False, False, True):
         assert ledger.execute_step(RUN, "poll", {}, lambda: "pending", may_repeat=may_repeat) == "pending"
+    for _ in range(2):
+        ledger.execute_step(RUN, "poll", {}, lambda: "pending")
     with pytest.raises(RunawayLoopException) as caught:
         ledger.execute_step(RUN, "poll", {}, never)
-    assert caught.value.evidence == (3, 4)
+    assert caught.value.evidence == (7, 8)
+
+
+def test_a_call_that_may_repeat_breaks_a_row_of_others(bench: Bench) -> None:
+    ledger = program(bench, loop_threshold=2)
+    for _ in range(4):
+        ledger.execute_step(RUN, "t", {}, lambda: 1)
+        ledger.execute_step(RUN, "poll", {}, lambda: "pending", may_repeat=True)
+    detector = LoopDetectorPolicy(max_repetitions=2).detector()
+    levels = [
+        detector.observe(tool, {}, 1, may_repeat=tool == "poll").level for tool in ("t", "poll", "t", "poll", "t", "t")
+    ]
+    assert levels == ["ok"] * 5 + ["certain"]
 
 
 def test_all_attempts_of_a_step_are_one_call(bench: Bench) -> None:

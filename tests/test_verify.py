@@ -378,7 +378,8 @@ def test_a_run_that_cannot_be_read_is_listed_as_such_beside_the_others(bench: Be
     tamper(bench, "UPDATE entries SET body = ? WHERE run_id = ? AND seq = ?", body, RUN, seq)
     ledger = bench.open()
     listed = {run.run_id: run for run in ledger.runs()}
-    assert listed[RUN].status == "BLOCKED"
+    assert listed[RUN].is_damaged
+    assert listed[RUN] not in ledger.runs(status="BLOCKED"), "a damaged run is no parked one"
     assert "cannot be read" in str(listed[RUN].cause)
     assert listed[OTHER].status == "CANCELLED"
     assert (RUN, seq) in {(finding.run_id, finding.seq) for finding in ledger.verify().findings}

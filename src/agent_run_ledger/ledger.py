@@ -12,10 +12,10 @@ from random import random
 from types import TracebackType
 from typing import Any, Literal, Self, Unpack, cast
 
-from agent_run_ledger.contract import Clock, Store, Summary
-from agent_run_ledger.drivers.leases import HeldRun, Leases
+from agent_run_ledger.contract import Clock, Row, Store, Summary
+from agent_run_ledger.drivers.leases import POLL_SECONDS, HeldRun, Leases
 from agent_run_ledger.drivers.sync import SyncDriver
-from agent_run_ledger.engine import audit, records, runs
+from agent_run_ledger.engine import audit, damage, records, runs
 from agent_run_ledger.engine.call import Call, Options, StepOptions
 from agent_run_ledger.engine.effects import Flow
 from agent_run_ledger.engine.history import History
@@ -34,8 +34,10 @@ from agent_run_ledger.errors import (
 )
 from agent_run_ledger.model import (
     Budget,
+    Diagnosis,
     Effect,
     Finding,
+    Inspection,
     RetryPolicy,
     RunRecord,
     RunState,
@@ -46,10 +48,17 @@ from agent_run_ledger.model import (
 from agent_run_ledger.rules import canonical, digests, functions
 from agent_run_ledger.rules.loops import LoopDetectorPolicy
 from agent_run_ledger.rules.names import check_name
-from agent_run_ledger.stores import open_store
+from agent_run_ledger.stores import diagnosis, open_store
 from agent_run_ledger.stores.clock import SystemClock
 
 Durability = Literal["full", "process"]
+
+
+class _Unsaid(int):
+    """A default that can be told apart from the same number given by the caller."""
+
+
+_LOOP_THRESHOLD = _Unsaid(LoopDetectorPolicy().max_repetitions)
 
 PAYLOAD_LIMIT = 16 * 1024 * 1024
 
@@ -67,6 +76,20 @@ def compute_fingerprint(tool_name: str, arguments: Any) -> str:
     except canonical.Unstorable as error:
         raise UnserialisableArguments(f"these arguments have no fingerprint: {error}", error.path) from None
     return digests.fingerprint(check_name("tool_name", tool_name), digests.plain(stored)).hex()
+
+
+def as_stored(value: Any) -> str:
+    """A value as ledgers keep it: canonical JSON, with a tag where a type is none of JSON's.
+
+    >>> as_stored({"b": 1, "a": (2, 3)})
+    '{"a":{"$tuple":[2,3]},"b":1}'
+    """
+    return canonical.encode(value).decode()
+
+
+def ledgers_in(folder: str) -> list[str]:
+    """The names of the files in a folder that are ledgers."""
+    return diagnosis.ledgers_in(folder)
 
 
 class Ledger:
@@ -120,27 +143,53 @@ class Ledger:
     def close(self) -> None:
         """Give every lease back and let go of the storage. Calling it again does nothing."""
         _open.discard(self)
-        self._leases.close()
+        self._driver.close()
 
     # --- looking ------------------------------------------------------------------------------------------------------
 
     def get_run(self, run_id: str) -> RunRecord:
         """The run as it stands. Raises `RunNotFound`."""
-        return records.run_record(self._summary(run_id))
+        return self._record(self._summary(run_id))
 
     def runs(self, status: str | None = None) -> list[RunRecord]:
-        """All runs, oldest first; those in one state where `status` names it."""
+        """All runs, oldest first; those in one state where `status` names it. Nobody may act upon a damaged run: it is in none."""
         if status is not None and status not in RunState.__members__:
             raise ValueError(f"there is no run state {status!r}; the states are {', '.join(RunState)}")
-        found = (records.run_record(summary) for summary in self._store.summaries())
-        return [record for record in found if status is None or record.status == status]
+        found = map(self._record, self._store.summaries())
+        return [run for run in found if status is None or (run.status == status and not run.is_damaged)]
 
     def steps(self, run_id: str) -> list[StepRecord]:
-        """The steps of a run, in the order of their first intents. Raises `RunNotFound`."""
-        return records.step_records(self._history(run_id))
+        """The steps of a run that can be read, in the order of their first intents. Raises `RunNotFound`."""
+        return self._readable(run_id).steps
 
-    def verify(self, run_id: str | None = None) -> VerificationReport:
-        """Recompute every entry, of one run or of all, and report each disagreement.
+    def inspect(self, run_id: str) -> Inspection:
+        """The run and its steps as closely as they can be looked at; where they are damaged, too. Raises `RunNotFound`."""
+        run, seen = self.get_run(run_id), self._readable(run_id)
+        is_seen = diagnosis.is_seen(self._store, run.owner)
+        return Inspection(
+            run=run,
+            steps=seen.steps,
+            environments=seen.environments,
+            in_doubt=seen.in_doubt,
+            redispatched=seen.redispatched,
+            is_owner_seen=is_seen,
+            is_waiting=self._waits(run, is_seen),
+            trouble=seen.trouble,
+        )
+
+    def is_waiting(self, run: RunRecord) -> bool:
+        """Whether the run goes on as soon as its program runs again: it has not ended, and nobody is seen to work on it."""
+        return self._waits(run, diagnosis.is_seen(self._store, run.owner))
+
+    @staticmethod
+    def _waits(run: RunRecord, is_owner_seen: bool) -> bool:
+        state = RunState(run.status)
+        return not (is_owner_seen or run.is_damaged or state.is_terminal or state is RunState.QUARANTINE)
+
+    def verify(
+        self, run_id: str | None = None, *, told: Callable[[int], None] | None = None
+    ) -> VerificationReport:
+        """Recompute every entry, of one run or of all, and report each disagreement. `told` hears how many entries are done.
 
         A database without a tree head kept elsewhere proves only that it agrees with itself: who can write the file can rebuild it.
         """
@@ -162,6 +211,8 @@ class Ledger:
             findings += audit.audit(each, head, self._store.secret(each), rows, self._store.inbox(each, 0))
             entries += len(rows)
             number += 1
+            if told is not None:
+                told(entries)
         return VerificationReport(not findings, findings, entries, number)
 
     def tree_head(self, run_id: str) -> TreeHead:
@@ -169,16 +220,30 @@ class Ledger:
         history = self._history(run_id)
         return TreeHead(run_id, history.size, history.root)
 
+    def _record(self, summary: Summary) -> RunRecord:
+        record = records.run_record(summary)
+        if record.is_damaged:
+            record.status = str(damage.last_state(self._store.read(record.run_id)))
+        return record
+
     def _summary(self, run_id: str) -> Summary:
         summary = next(iter(self._store.summaries(check_name("run_id", run_id))), None)
         if summary is None:
             raise RunNotFound(run_id)
         return summary
 
-    def _history(self, run_id: str) -> History:
+    def _rows(self, run_id: str) -> list[Row]:
         rows = self._store.read(check_name("run_id", run_id))
         if not rows:
             raise RunNotFound(run_id)
+        return rows
+
+    def _readable(self, run_id: str) -> damage.Readable:
+        rows = self._rows(run_id)
+        return damage.readable(run_id, self._store.secret(run_id), rows)
+
+    def _history(self, run_id: str) -> History:
+        rows = self._rows(run_id)
         return History.read(run_id, self._store.secret(run_id), rows)
 
     # --- acting -------------------------------------------------------------------------------------------------------
@@ -191,13 +256,20 @@ class Ledger:
         who = check_name("by", by or self._leases.owner)
         payload = runs.cancellation(who, reason)
         run = self._run(run_id)
-        try:
-            self._leases.await_claim(run, None)
-            if self._driver.obey(runs.cancel(run, payload)):
-                return
-        except RunOwned:
-            pass
-        self._store.post(run_id, "cancel", payload, who, self._clock.now())
+        for is_posted in (
+            False,
+            True,
+        ):  # the owner may let go of the run before it can see what was posted: then it is ours to end
+            try:
+                self._leases.await_claim(run, None)
+                if is_posted and run.history.state is RunState.CANCELLED:
+                    return
+                if self._driver.obey(runs.cancel(run, payload)):
+                    return
+            except RunOwned:
+                pass
+            if not is_posted:
+                self._store.post(run_id, "cancel", payload, who, self._clock.now())
 
     def detach(self, run_id: str) -> None:
         """Give the run back, so that another process may go on with it at once.
@@ -208,19 +280,24 @@ class Ledger:
         with run.lock:
             if run.in_flight is not None:
                 raise UnorderedStep(run_id, "detach", run.in_flight.tool)
-            self._leases.give_back(run)
+            self._driver.give_back(run)
 
     def _run(self, run_id: str) -> HeldRun:
         return self._leases.run(check_name("run_id", run_id))
 
     def _attach(self, run: HeldRun, wait: float | None, draft: Draft | None = None) -> None:
         """Take a run that exists, if it was created as `draft` says; its program begins at its first line."""
-        with run.lock:
-            if run.in_flight is not None or run.pins:
+        deadline = self._clock.elapsed() + (wait or 0.0)
+        while True:
+            with run.lock:
+                if run.in_flight is None and not run.pins:
+                    was_held = run.is_held
+                    run.is_settled = False
+                    break
+            if self._clock.elapsed() >= deadline:
                 raise RunOwned(run.run_id, self._leases.owner, 0.0)  # another thread of this ledger drives it
-            was_held = run.is_held
-            run.is_settled = False
-        self._leases.await_claim(run, wait)
+            self._clock.sleep(POLL_SECONDS)
+        self._leases.await_claim(run, deadline - self._clock.elapsed())
         if draft is not None:
             try:
                 runs.check_same(run.history, draft)
@@ -229,6 +306,8 @@ class Ledger:
                     self._leases.give_back(run)
                 raise
         with run.lock:
+            if run.is_held:
+                self._driver.pay(run)
             run.restart()
 
     def _start(self, run_id: str | None, draft: Draft, wait: float | None) -> HeldRun:
@@ -261,7 +340,7 @@ class AgentRunLedger(Ledger):
         self,
         db_path: str | os.PathLike[str] | Store = ":memory:",
         max_steps: int = 50,
-        loop_threshold: int | None = None,
+        loop_threshold: int = _LOOP_THRESHOLD,
         *,
         durability: Durability = "full",
         lease_seconds: float = 30.0,
@@ -273,7 +352,7 @@ class AgentRunLedger(Ledger):
         payload_limit: int = PAYLOAD_LIMIT,
         clock: Clock | None = None,
     ) -> None:
-        if policy is not None and loop_threshold is not None:
+        if policy is not None and loop_threshold is not _LOOP_THRESHOLD:
             raise ValueError(
                 "loop_threshold=N is short for policy=LoopDetectorPolicy(max_repetitions=N): give one of them"
             )
@@ -283,7 +362,10 @@ class AgentRunLedger(Ledger):
         super().__init__(
             db_path,
             limit=steps,
-            policy=policy or LoopDetectorPolicy(max_repetitions=3 if loop_threshold is None else loop_threshold),
+            policy=policy
+            or LoopDetectorPolicy(
+                max_repetitions=int(loop_threshold) if loop_threshold is _LOOP_THRESHOLD else loop_threshold
+            ),
             durability=durability,
             lease_seconds=lease_seconds,
             heartbeat_seconds=heartbeat_seconds,
@@ -292,6 +374,26 @@ class AgentRunLedger(Ledger):
             payload_limit=payload_limit,
             clock=clock,
         )
+
+    @classmethod
+    def open_read_only(cls, path: str | os.PathLike[str], *, clock: Clock | None = None) -> Self:
+        """The ledger at `path` to look at, also while agents work on it: nothing is made, written or migrated.
+
+        What would write raises `StoreReadOnly`. Raises `StoreUnavailable` where there is no such file, else as opening it does.
+
+        >>> with AgentRunLedger.open_read_only("agent.db") as ledger:
+        ...     [run.goal for run in ledger.runs()]
+        ['Reconcile October invoices']
+        """
+        if os.fspath(path) == ":memory:":
+            raise ValueError("a ledger in memory is seen by its own ledger object only: give the path of a file")
+        timed = clock or SystemClock()
+        return cls(open_store(path, durability="full", clock=timed, read_only=True), clock=timed)
+
+    @staticmethod
+    def diagnose(path: str | os.PathLike[str]) -> Diagnosis:
+        """What stands around the file of a ledger, also of one that cannot be read. Raises `StoreError` where there is no file."""
+        return diagnosis.diagnose(path)
 
     def create_run(self, goal: str, run_id: str | None = None, *, wait: float | None = None) -> str:
         """Make a run and return its id. A `run_id` that exists with an equal goal is attached to: the next call replays it.
@@ -425,7 +527,8 @@ def park(driver: SyncDriver, run: HeldRun, error: BaseException) -> None:
     if not run.is_held:
         return
     try:
-        driver.obey(runs.park(run, error))
+        if not driver.obey(runs.park(run, error)):
+            error.add_note("the run was not parked: another thread has a step of it in flight")
     except LedgerError as trouble:
         error.add_note(f"the run could not be parked: {trouble}")
 

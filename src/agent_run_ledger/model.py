@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from decimal import Decimal
 from enum import StrEnum
-from typing import Literal
+from typing import ClassVar, Literal
 
 LIBRARY_VERSION = "0.1.0"
 """What every intent names as a part of its environment; the package's `__version__`."""
@@ -175,6 +175,59 @@ class RunRecord:
     result: object = None
     cause: str | None = None
     parent_run_id: str | None = None
+
+    is_damaged: ClassVar[bool] = False
+    """Whether entries that this record needs cannot be read. Then `cause` says why and `status` is what the last readable entry says."""
+
+
+@dataclass(slots=True)
+class DamagedRunRecord(RunRecord):
+    """A run that `runs` lists and cannot read: it is in no state that anybody may act upon."""
+
+    is_damaged: ClassVar[bool] = True
+
+
+@dataclass(slots=True)
+class Inspection:
+    """One run as closely as it can be looked at, also where entries of it are damaged."""
+
+    run: RunRecord
+    steps: list[StepRecord]
+    """Every step that can be read."""
+    environments: list[str]
+    """Of each of these steps, what its last attempt ran in: version or code digest, this library, Python."""
+    in_doubt: list[int]
+    """Numbers of steps that were dispatched and have no outcome; they are in flight while the run's owner lives."""
+    redispatched: list[int]
+    """Numbers of steps that were dispatched again although their tool does not declare what that does."""
+    is_owner_seen: bool
+    """Whether a process that can be seen from here owns the run."""
+    is_waiting: bool
+    """Whether the run goes on as soon as its program runs again."""
+    trouble: str | None
+    """The first thing that could not be read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """What stands around a ledger's file: the SQLite that reads it, the disk, sizes in bytes, and its version."""
+
+    path: str
+    sqlite_version: str
+    has_wal_reset_bug: bool
+    """Whether this SQLite has the bug that the lock beside the file keeps ledgers safe from."""
+    file_system: str
+    is_local: bool
+    """Whether the disk is known to be this machine's, so that the lock of a dead owner proves its death."""
+    free_bytes: int
+    size_bytes: int
+    log_bytes: int
+    schema_version: int | None
+    newest_schema_version: int
+    """What an agent of this version brings the file to."""
+    journal_mode: str | None
+    trouble: str | None
+    """Why the file cannot be read as a ledger; the schema and the journal mode are not known then."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -103,6 +103,7 @@ class RunLedger(Ledger):
         policy: LoopDetectorPolicy | None = None,
         *,
         steps: Iterable[Step] = (),
+        max_parallel: int = 1,
         durability: Durability = "full",
         lease_seconds: float = 30.0,
         heartbeat_seconds: float = 3.0,
@@ -112,6 +113,10 @@ class RunLedger(Ledger):
         clock: Clock | None = None,
     ) -> None:
         self.run_id = check_name("run_id", run_id)
+        if max_parallel != 1:
+            raise ValueError(
+                f"max_parallel is 1 in this version, not {max_parallel!r}: a pipeline runs one step at a time"
+            )
         self._steps: dict[str, Step] = {}
         for each in steps:
             self._add(each)

@@ -6,11 +6,14 @@ import argparse
 import os
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
-from typing import Any, NoReturn
+from dataclasses import asdict, fields
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import agent_run_ledger
 from agent_run_ledger.cli.terminal import Progress, as_json, counted, cut, plain, table, took, when, width
+
+if TYPE_CHECKING:
+    from agent_run_ledger.model import Inspection
 
 OK, PROBLEM, ERROR, INTERRUPTED, PIPE_CLOSED = 0, 1, 2, 130, 141
 _WIDE = 130
@@ -140,7 +143,7 @@ def _path(given: argparse.Namespace) -> str:
         raise UsageError("a ledger in memory is seen by its own process only; give the path of a file")
     if path:
         return path
-    from agent_run_ledger.cli.reading import ledgers_in
+    from agent_run_ledger.ledger import ledgers_in
 
     found = ledgers_in(os.curdir)
     where = f"ledgers in this folder: {', '.join(found)}" if found else "there is no ledger in this folder"
@@ -174,16 +177,14 @@ def _demo(given: argparse.Namespace) -> int:
 
 
 def _runs(given: argparse.Namespace) -> int:
-    from agent_run_ledger.cli.reading import is_damaged, reading
-
     states = list(agent_run_ledger.RunState)
     if given.status is not None and given.status not in states:
         raise UsageError(f"there is no run state {given.status!r}; the states are {', '.join(states)}")
-    with reading(_path(given)) as ledger:
+    with agent_run_ledger.AgentRunLedger.open_read_only(_path(given)) as ledger:
         records = ledger.runs(given.status)
         limit = given.limit if given.limit is not None else 0 if given.json else 50
         shown = records[-limit:] if limit else records
-        status = PROBLEM if any(map(is_damaged, records)) else OK
+        status = PROBLEM if any(record.is_damaged for record in records) else OK
         if given.json:
             print(as_json({"runs": [_run_data(record) for record in shown]}))
             return status
@@ -209,59 +210,59 @@ def _run_data(record: agent_run_ledger.RunRecord) -> dict[str, Any]:
 
 def _plain_data(record: Any) -> dict[str, Any]:
     """A dataclass as a dict, one level deep."""
-    return {name: getattr(record, name) for name in record.__dataclass_fields__}
+    return {each.name: getattr(record, each.name) for each in fields(record)}
 
 
 def _canonical(value: Any) -> Any:
     """A result as the ledger stores it, in JSON with its tags."""
     import json
 
-    from agent_run_ledger.rules import canonical
+    from agent_run_ledger.ledger import as_stored
 
-    return json.loads(canonical.encode(value))
+    return json.loads(as_stored(value))
 
 
 # --- show -------------------------------------------------------------------------------------------------------------
 
 
 def _show(given: argparse.Namespace) -> int:
-    from agent_run_ledger.cli.reading import is_damaged, reading
-
-    with reading(_path(given)) as ledger:
-        record = ledger.run(given.run_id)
-        steps = ledger.steps(given.run_id)
-        is_waiting = ledger.is_waiting(record)
-        is_seen = ledger.owner_is_seen(record.owner)
+    with agent_run_ledger.AgentRunLedger.open_read_only(_path(given)) as ledger:
+        seen = ledger.inspect(given.run_id)
+    record, is_seen = seen.run, seen.is_owner_seen
     limit = given.steps if given.steps is not None else 0 if given.json else 50
-    shown = steps.records[-limit:] if limit else steps.records
-    status = PROBLEM if steps.trouble or is_damaged(record) else OK
+    shown = seen.steps[-limit:] if limit else seen.steps
+    status = PROBLEM if seen.trouble or record.is_damaged else OK
     if given.json:
+        steps = [
+            _plain_data(step) | {"environment": environment}
+            for step, environment in zip(seen.steps, seen.environments, strict=True)
+        ]
         data = {
             "run": _run_data(record),
-            "steps": [_plain_data(step) for step in shown],
-            "is_waiting_for_its_program": is_waiting,
-            "steps_in_doubt": [] if is_seen else steps.in_doubt,
-            "redispatched_undeclared": steps.redispatched,
-            "trouble": steps.trouble,
+            "steps": steps[-limit:] if limit else steps,
+            "is_waiting_for_its_program": seen.is_waiting,
+            "steps_in_doubt": [] if is_seen else seen.in_doubt,
+            "redispatched_undeclared": seen.redispatched,
+            "trouble": seen.trouble,
         }
         print(as_json(data))
         return status
     print(_described(record, is_seen))
     if shown:
         print()
-    if len(shown) < len(steps.records):
-        print(f"the last {len(shown)} of {len(steps.records)} steps (--steps 0 shows all):")
+    if len(shown) < len(seen.steps):
+        print(f"the last {len(shown)} of {len(seen.steps)} steps (--steps 0 shows all):")
     if shown:
         heads = ["STEP", "TOOL", "STATE", "ATTEMPTS", "EFFECT", "TOOK", "OUTPUT OR ERROR"]
-        rows = [_step_row(step, [] if is_seen else steps.in_doubt, steps.redispatched) for step in shown]
+        rows = [_step_row(step, [] if is_seen else seen.in_doubt, seen.redispatched) for step in shown]
         if width() >= _WIDE:
             heads.insert(6, "ARGUMENTS")
             for row, step in zip(rows, shown, strict=True):
                 row.insert(6, cut(step.arguments_json, 40))
         print(table(heads, rows, stretch=len(heads) - 1))
-    notes = list(_notes(record, steps.in_doubt, steps.redispatched, shown, is_waiting))
-    if steps.trouble:
-        notes.append(f"PROBLEM: {steps.trouble}")
+    notes = list(_notes(seen, shown))
+    if seen.trouble:
+        notes.append(f"PROBLEM: {seen.trouble}")
     if notes:
         print()
     for note in notes:
@@ -297,21 +298,16 @@ def _step_row(
     return [str(step.step_number), step.tool_name, state, attempts, effect, duration, said]
 
 
-def _notes(
-    record: agent_run_ledger.RunRecord,
-    in_doubt: Sequence[int],
-    redispatched: Sequence[int],
-    shown: Iterable[agent_run_ledger.StepRecord],
-    is_waiting: bool,
-) -> Iterable[str]:
-    if any(step.step_number in redispatched for step in shown):
+def _notes(seen: Inspection, shown: Sequence[agent_run_ledger.StepRecord]) -> Iterable[str]:
+    if any(step.step_number in seen.redispatched for step in shown):
         yield (
             "! dispatched again after a crash although its tool declares no effect: it may have happened twice. Declare effect= "
             "for the tool."
         )
-    if not is_waiting:
+    if not seen.is_waiting:
         return
-    if record.status == "BLOCKED" and any(step.effect == "MUTATE" for step in shown if step.step_number in in_doubt):
+    in_doubt = [step for step in shown if step.step_number in seen.in_doubt]
+    if seen.run.status == "BLOCKED" and any(step.effect == "MUTATE" for step in in_doubt):
         yield (
             "A step that changes something is in doubt, and nobody can be asked whether it took effect: it is not dispatched "
             "again. Look in the outside world; this version can only cancel the run."
@@ -324,12 +320,10 @@ def _notes(
 
 
 def _verify(given: argparse.Namespace) -> int:
-    from agent_run_ledger.cli.reading import reading
-
     progress = Progress(sys.stderr)
-    with reading(_path(given)) as ledger:
+    with agent_run_ledger.AgentRunLedger.open_read_only(_path(given)) as ledger:
         try:
-            report = ledger.verify(given.run_id, progress.show)
+            report = ledger.verify(given.run_id, told=progress.checked)
         finally:
             progress.clear()
     if given.json:

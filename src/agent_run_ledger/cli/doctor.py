@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import sqlite3
 import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from agent_run_ledger import NotALedger, SchemaTooNew, StoreCorrupt
-from agent_run_ledger.cli.reading import Reading, reading
-from agent_run_ledger.stores.filelock import WriteLock
-from agent_run_ledger.stores.owners import Owners, file_system_of
-from agent_run_ledger.stores.schema import SCHEMA_VERSION, Database
+from agent_run_ledger import AgentRunLedger, StoreCorrupt
+from agent_run_ledger.model import Diagnosis
 
 LITTLE_SPACE_BYTES = 500 * 1024 * 1024
 LONG_LOG_BYTES = 64 * 1024 * 1024
@@ -33,109 +27,83 @@ class Check:
 
 def examine(path: str) -> Iterator[Check]:
     """Look at everything, one check after the other. Raises a `StoreError` where there is no such file."""
-    if not os.path.isfile(path):
-        with reading(path):  # says what is wrong with the path
-            pass
+    diagnosis = AgentRunLedger.diagnose(path)
     yield Check("python", "ok", f"{sys.version.split()[0]} ({sys.executable})")
-    yield _sqlite(sqlite3.sqlite_version_info)
-    yield from _disk(path)
+    yield _sqlite(diagnosis)
+    yield from _disk(diagnosis)
+    if diagnosis.trouble is not None:
+        yield Check("ledger", "problem", diagnosis.trouble)
+        return
+    yield from _schema(diagnosis)
     try:
-        yield from _schema(path)
-        with reading(path) as ledger:
+        with AgentRunLedger.open_read_only(path) as ledger:
             yield from _runs(ledger)
-    except (NotALedger, SchemaTooNew, StoreCorrupt, sqlite3.Error) as error:
+    except StoreCorrupt as error:
         yield Check("ledger", "problem", str(error))
 
 
-def has_wal_reset_bug(version: tuple[int, ...]) -> bool:
-    """Whether this SQLite can corrupt a WAL database when a checkpoint runs while another connection commits.
-
-    Mended in 3.51.3, and in 3.50.7 and 3.44.6 of the older lines.
-    """
-    return not (
-        version >= (3, 51, 3)
-        or (version[:2] == (3, 50) and version >= (3, 50, 7))
-        or (version[:2] == (3, 44) and version >= (3, 44, 6))
-    )
-
-
-def _sqlite(version: tuple[int, ...]) -> Check:
-    spelt = ".".join(map(str, version))
-    if not has_wal_reset_bug(version):
-        return Check("sqlite", "ok", f"{spelt}, without the WAL-reset bug")
+def _sqlite(diagnosis: Diagnosis) -> Check:
+    if not diagnosis.has_wal_reset_bug:
+        return Check("sqlite", "ok", f"{diagnosis.sqlite_version}, without the WAL-reset bug")
     safe = (
         "has the WAL-reset bug; this library is safe from it by construction: every write and every checkpoint of all its processes "
         "runs under one lock file (<database>.lock). Do not write to the file with other programs"
     )
-    return Check("sqlite", "ok", f"{spelt} {safe}")
+    return Check("sqlite", "ok", f"{diagnosis.sqlite_version} {safe}")
 
 
-def _disk(path: str) -> Iterator[Check]:
-    real = os.path.realpath(path)
-    kind = "unknown"
-    try:
-        with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as mounts:
-            kind = file_system_of(real, mounts.read()) or kind
-    except OSError:
-        pass
-    if Owners(real).is_local():
+def _disk(diagnosis: Diagnosis) -> Iterator[Check]:
+    if diagnosis.is_local:
         yield Check(
             "file system",
             "ok",
-            f"{kind}: a local disk, so the lock of a dead owner proves its death and its runs are free at once",
+            f"{diagnosis.file_system}: a local disk, so the lock of a dead owner proves its death and its runs are free at once",
         )
     else:
         yield Check(
             "file system",
             "warn",
-            f"{kind}: not known to be a local disk, so a dead owner's run is free only when its lease runs out, and SQLite is not "
-            "safe on a disk that several machines share",
+            f"{diagnosis.file_system}: not known to be a local disk, so a dead owner's run is free only when its lease runs out, and "
+            "SQLite is not safe on a disk that several machines share",
         )
-    free = shutil.disk_usage(os.path.dirname(real)).free
-    level: Literal["ok", "problem"] = "problem" if free < LITTLE_SPACE_BYTES else "ok"
-    yield Check("free disk", level, _size(free))
-    size, log = (os.path.getsize(name) if os.path.exists(name) else 0 for name in (real, real + "-wal"))
-    if log > LONG_LOG_BYTES:
-        said = f"{_size(size)}, and a log of {_size(log)} that slows every commit: some reader holds a transaction open"
+    level: Literal["ok", "problem"] = "problem" if diagnosis.free_bytes < LITTLE_SPACE_BYTES else "ok"
+    yield Check("free disk", level, _size(diagnosis.free_bytes))
+    said = f"{_size(diagnosis.size_bytes)}, and a log of {_size(diagnosis.log_bytes)}"
+    if diagnosis.log_bytes > LONG_LOG_BYTES:
+        said += " that slows every commit: some reader holds a transaction open"
         yield Check("size", "warn", said)
     else:
-        yield Check("size", "ok", f"{_size(size)}, and a log of {_size(log)}")
+        yield Check("size", "ok", said)
 
 
-def _schema(path: str) -> Iterator[Check]:
-    real = os.path.realpath(path)
-    connection = Database(real, WriteLock(real + ".lock", 1.0), 5.0, None).open_reader(is_alone=True)
-    try:
-        (version,) = connection.execute("PRAGMA user_version").fetchone()
-        (mode,) = connection.execute("PRAGMA journal_mode").fetchone()
-    finally:
-        connection.close()
-    if version == SCHEMA_VERSION:
+def _schema(diagnosis: Diagnosis) -> Iterator[Check]:
+    version, newest, mode = diagnosis.schema_version, diagnosis.newest_schema_version, diagnosis.journal_mode
+    if version == newest:
         yield Check("schema", "ok", f"version {version}, the newest that this version knows")
     else:
-        yield Check(
-            "schema", "warn", f"version {version}; it is brought to {SCHEMA_VERSION} when an agent opens it next"
-        )
+        yield Check("schema", "warn", f"version {version}; it is brought to {newest} when an agent opens it next")
     if mode == "wal":
         yield Check("journal mode", "ok", "wal")
     else:
         yield Check("journal mode", "warn", f"{mode}; it is put back to wal when an agent opens the ledger next")
 
 
-def _runs(ledger: Reading) -> Iterator[Check]:
+def _runs(ledger: AgentRunLedger) -> Iterator[Check]:
     records = ledger.runs()
     states = Counter(record.status for record in records)
     counted = ", ".join(f"{count} {state}" for state, count in sorted(states.items())) or "none"
     yield Check("runs", "ok", counted)
     damaged, redispatched, in_doubt = [], Counter[str](), []
-    waiting = {record.run_id for record in records if ledger.is_waiting(record)}
+    waiting = []
     for record in records:
-        steps = ledger.steps(record.run_id)
-        if steps.trouble:
+        seen = ledger.inspect(record.run_id)
+        if seen.is_waiting:
+            waiting.append(record.run_id)
+        if seen.trouble or seen.run.is_damaged:
             damaged.append(record.run_id)
-        if steps.in_doubt and record.run_id in waiting:
+        if seen.in_doubt and seen.is_waiting:
             in_doubt.append(record.run_id)
-        redispatched.update(step.tool_name for step in steps.records if step.step_number in steps.redispatched)
+        redispatched.update(str(step.tool_name) for step in seen.steps if step.step_number in seen.redispatched)
     if damaged:
         yield Check("damage", "problem", f"{_named(damaged)} cannot be read whole; `verify` says more")
     yield Check("waiting", "warn" if waiting else "ok", _waiting(sorted(waiting)))

@@ -116,6 +116,10 @@ class Progress:
             self._stream.flush()
             self._is_open = True
 
+    def checked(self, entries: int) -> None:
+        """Show how far `verify` is."""
+        self.show(f"verifying: {counted(entries, 'entry', 'entries')} checked")
+
     def milestone(self, text: str) -> None:
         """Write a line that stays."""
         self.clear()

@@ -18,6 +18,8 @@ from agent_run_ledger.demo.witness import Witness
 RUN_ID = f"reconcile-{MONTH}"
 GOAL = f"Reconcile the invoices of {MONTH}"
 MAX_STEPS = 120
+LEASE_SECONDS = 3600.0
+"""Longer than the demo waits for anything: it shows that a dead owner's lease is not waited for."""
 INSTRUCTIONS = f"""You are a bookkeeper. Reconcile the open invoices of {MONTH} with the bank statement.
 List the open invoices and read the bank statement first. Then take the invoices one by one, with one tool call at a time: \
 read it, find its match, and post an entry if it was paid. A payment that is a little short was reduced by bank charges: post the \
@@ -86,7 +88,7 @@ def main() -> int:
     witness.began(began)
     try:
         tools = Tools(Path(given.data), given.service, witness)
-        ledger = AgentRunLedger(given.ledger, max_steps=MAX_STEPS, loop_threshold=3)
+        ledger = AgentRunLedger(given.ledger, max_steps=MAX_STEPS, loop_threshold=3, lease_seconds=LEASE_SECONDS)
         with ledger, ledger.open_run(GOAL, run_id=RUN_ID) as run:
             run.result = Agent(run, chosen(), tools, witness).reconcile()
     except (LedgerError, OSError) as error:

@@ -13,10 +13,10 @@ from agent_run_ledger.contract import Clock, Store
 from agent_run_ledger.engine.history import History
 from agent_run_ledger.engine.live import LiveRun
 from agent_run_ledger.engine.log import Draft, seal
-from agent_run_ledger.errors import LeaseLost, RunNotFound, RunOwned, StoreError
+from agent_run_ledger.errors import LeaseLost, RunNotFound, RunOwned, StoreUnavailable
 from agent_run_ledger.rules.loops import Rule
 
-_POLL_SECONDS = 0.05
+POLL_SECONDS = 0.05
 _KEPT = 10_000
 """Beyond so many runs in memory, those that have ended are let go."""
 
@@ -89,6 +89,7 @@ class Leases:
         self.owner = f"{self._label}-{os.urandom(6).hex()}"
         self._lock = threading.Lock()
         self._runs: dict[str, HeldRun] = {}
+        self._is_closed = False
         self._heart: threading.Lock | None = None
         """Held by the heartbeat's thread as long as it lives; None before there is one."""
         self._stop = threading.Event()
@@ -154,11 +155,12 @@ class Leases:
         return History.read(run_id, self._store.secret(run_id), rows, self._rule())
 
     def _took(self, run: HeldRun, token: int, expires: float) -> None:
+        # Under the same token nobody else has written: what is owed and not in the log is owed still.
+        run.owed = [each for each in run.owed if each[0].seq > run.history.size] if token == run.token else []
         run.token = token
         run.expires = expires
         run.is_held = True
         run.in_flight = None
-        run.owed = []
         run.requests = []
         run.inbox = run.history.honoured
         if run.interrupted is not None and run.history.positions[run.interrupted].outcome is not None:
@@ -176,7 +178,7 @@ class Leases:
             except RunOwned:
                 if self._clock.elapsed() >= deadline:
                     raise
-            self._clock.sleep(_POLL_SECONDS)
+            self._clock.sleep(POLL_SECONDS)
 
     def renew(self, run: HeldRun, token: int) -> None:
         """Move the lease's end. Raises `LeaseLost` where the run was taken over; it is not held here any more then."""
@@ -199,9 +201,21 @@ class Leases:
         if run.requests:
             run.inbox = run.requests[-1].id
 
+    def require(self, run: HeldRun, token: int) -> None:
+        """Raises where the run is not held under this token any more."""
+        if self._is_closed:
+            raise StoreUnavailable(
+                f"the ledger was closed while a step of run {run.run_id!r} was under way: its outcome cannot be written, so the "
+                "step is in doubt. Open the ledger anew and run the program again."
+            )
+        if not run.is_held or run.token != token:
+            raise LeaseLost(run.run_id, token)
+
     def lost(self, run: HeldRun) -> None:
-        """Somebody else has the run. What was in flight is the new owner's to settle."""
+        """Somebody else has the run. What was in flight is the new owner's to settle; the program stands before that call again."""
         run.is_held = False
+        if run.in_flight is not None:
+            run.stand_before(run.in_flight)
         run.in_flight = None
         run.owed = []
 
@@ -215,18 +229,23 @@ class Leases:
         """Let go of the run, so that anybody may claim it at once."""
         with run.lock:
             if run.is_held:
-                if note is not None:
-                    self._store.annotate(run.run_id, run.token, note)
                 run.is_held = False  # first: whoever is interrupted here claims it again like anybody
                 self._store.release(run.run_id, run.token)
+                if note is not None:
+                    self._store.annotate(run.run_id, run.token, note)
                 if run.history.state.is_terminal:
                     run.slim()
+
+    def held(self) -> list[HeldRun]:
+        """The runs that are held now."""
+        return [run for run in list(self._runs.values()) if run.is_held]
 
     def close(self) -> None:
         """Let go of everything. The store gives the leases back as it closes."""
         _alive.discard(self)
+        self._is_closed = True
         self._stop.set()
-        for run in list(self._runs.values()):
+        for run in self.held():
             with run.lock:
                 run.is_held = False
         if self._heart is not None:
@@ -247,14 +266,16 @@ class Leases:
 
     def beat(self) -> None:
         """Renew every lease that is in use: a step in flight, a call on the stack, or a step since the last beat."""
-        for run in list(self._runs.values()):
+        for run in self.held():
             with run.lock:
                 if run.is_held and (run.in_flight is not None or run.pins or run.is_touched):
                     run.is_touched = False
                     try:
                         self.renew(run, run.token)
-                    except (LeaseLost, StoreError):
-                        continue  # a lost lease stops the run's next write; a store in trouble is tried again at the next beat
+                    except Exception:
+                        # A lost lease stops the run's next write. Whatever else is wrong shows there, too, and not in this thread,
+                        # which must go on beating for the other runs.
+                        continue
 
 
 def _beat(leases: weakref.ref[Leases], stop: threading.Event, seconds: float, heart: threading.Lock) -> None:
@@ -277,4 +298,5 @@ def _in_child() -> None:
         leases._forget()
 
 
-os.register_at_fork(after_in_child=_in_child)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_in_child)

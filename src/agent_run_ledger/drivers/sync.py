@@ -5,15 +5,16 @@ from __future__ import annotations
 import random
 import sys
 import warnings
+from contextlib import suppress
 from typing import Any, TypeVar, cast
 
 from agent_run_ledger.contract import Clock, Store
 from agent_run_ledger.drivers.context import StepContext, step_variable
 from agent_run_ledger.drivers.leases import HeldRun, Leases
 from agent_run_ledger.engine.commit import prepare
-from agent_run_ledger.engine.effects import Commit, Effect, Flow, Invoke, Moment, Result, Wait, Warn
+from agent_run_ledger.engine.effects import Ask, Commit, Flow, Invoke, Moment, Result, Wait, Warn
 from agent_run_ledger.engine.log import Sealed
-from agent_run_ledger.errors import LeaseLost, StoreError
+from agent_run_ledger.errors import LeaseLost, StoreBusy, StoreError, StoreFull
 
 T = TypeVar("T")
 
@@ -44,7 +45,7 @@ class SyncDriver:
             except BaseException as raised:
                 error = raised
 
-    def perform(self, effect: Effect) -> Any:
+    def perform(self, effect: Ask) -> Any:
         """Perform one effect and answer it. A test overrides this to stop at every effect, as a crash would."""
         if isinstance(effect, Commit):
             return self._commit(effect)
@@ -54,25 +55,63 @@ class SyncDriver:
             return self._wait(effect)
         if isinstance(effect, Warn):
             return self._warn(effect)
-        return self._leases.give_back(cast(HeldRun, effect.run), effect.note)
+        with suppress(StoreError):  # what made the flow let go is the news; the lease runs out by itself
+            self.give_back(cast(HeldRun, effect.run), effect.note)
+        return None
+
+    def give_back(self, run: HeldRun, note: str | None = None) -> None:
+        """Let go of the run, once nothing is owed to its log any more. Raises a `StoreError` and keeps it where that fails."""
+        with run.lock:
+            if run.is_held:
+                self.pay(run)
+                self._leases.give_back(run, note)
+
+    def pay(self, run: HeldRun) -> None:
+        """Write the outcomes that the store could not take before. Call under the run's lock, with the run held."""
+        while run.owed:
+            if self._append(run, run.owed, synced=True):
+                run.owed = []
+
+    def close(self) -> None:
+        """Write what is owed, as far as that can be done, and let go of everything."""
+        for run in self._leases.held():
+            with run.lock, suppress(StoreError, LeaseLost):
+                self.pay(run)
+        self._leases.close()
 
     def _commit(self, effect: Commit) -> Any:
         run = cast(HeldRun, effect.run)
         with run.lock:
-            if effect.token is None:
-                if run.is_held and self._clock.elapsed() < run.expires:
-                    run.is_touched = True  # the usual case, without a further call
-                else:
-                    self._leases.hold(run)
-            elif effect.token != run.token or not run.is_held:
-                raise LeaseLost(run.run_id, effect.token)
-            while run.owed:
-                if self._append(run, run.owed, synced=True):
-                    run.owed = []
-            while True:
-                plan, sealed = prepare(run, effect.decide, Moment(self._clock.now(), random.random()))
-                if not sealed or self._append(run, sealed, self._synced if plan.synced is None else plan.synced):
-                    break
+            before = run.in_flight
+            try:
+                return self._decide(run, effect)
+            except Exception:
+                raise
+            except (
+                BaseException
+            ):  # interrupted between the write and the flow's next line: nobody else would let go of the step
+                if run.in_flight is not None and run.in_flight is not before:
+                    run.leave(run.in_flight)
+                raise
+
+    def _decide(self, run: HeldRun, effect: Commit) -> Any:
+        if effect.token is not None:
+            self._leases.require(run, effect.token)
+        elif run.is_held and self._clock.elapsed() < run.expires:
+            run.is_touched = True  # the usual case, without a further call
+        else:
+            self._leases.hold(run)
+        if run.owed:
+            self.pay(run)
+        while True:
+            plan, sealed = prepare(run, effect.decide, Moment(self._clock.now(), random.random()))
+            if not sealed or self._append(run, sealed, self._synced if plan.synced is None else plan.synced):
+                break
+        if plan.call is not None:
+            plan.call.step = run.in_flight
+        if plan.reached is not None:
+            run.advance(plan.reached)
+            run.replayed += plan.is_replay
         if plan.error is not None:
             raise plan.error
         return plan.answer
@@ -86,12 +125,15 @@ class SyncDriver:
         except LeaseLost:
             self._leases.lost(run)
             raise
-        except StoreError:
+        except StoreError as error:
             # Only what the function has done is owed. An outcome that goes before another step's intent is decided anew with it.
             step = run.in_flight
             if step is not None and any(row.kind == "outcome" and row.position == step.position for row, _ in sealed):
                 run.owed = sealed
                 run.in_flight = None
+                run.stand_before(step)
+            if not isinstance(error, StoreBusy | StoreFull):  # those two say that nothing was written
+                self._leases.doubt(run)
             raise
         except BaseException:
             self._leases.doubt(run)
@@ -102,7 +144,9 @@ class SyncDriver:
 
     def _invoke(self, effect: Invoke) -> Result:
         run = cast(HeldRun, effect.run)
-        if self._clock.elapsed() >= run.expires:  # the process may have been stopped since the intent was written
+        # The process may have been stopped since the intent was written, or the ledger closed by another thread.
+        self._leases.require(run, effect.step.token)
+        if self._clock.elapsed() >= run.expires:
             self._leases.renew(run, run.token)
         if run.replayed:
             self._tell_replayed(run)
@@ -125,7 +169,7 @@ class SyncDriver:
         run = cast(HeldRun, effect.run)
         with run:
             end = self._clock.elapsed() + effect.until - self._clock.now()
-            while (left := end - self._clock.elapsed()) > 0 and not run.requests:
+            while (left := end - self._clock.elapsed()) > 0 and not run.is_cancelled:
                 self._clock.sleep(min(left, 1.0))
 
     def _warn(self, effect: Warn) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypedDict
 
 from agent_run_ledger.engine import recovery
+from agent_run_ledger.engine.history import StepHistory
 from agent_run_ledger.model import Effect, RetryPolicy
 
 
@@ -56,6 +57,8 @@ class Call:
     """The positions whose outputs it depends on."""
     stored: bytes = b""
     digest: bytes = b""
+    step: StepHistory | None = None
+    """The step that it has put in flight."""
 
     @property
     def max_attempts(self) -> int:

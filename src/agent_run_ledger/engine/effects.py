@@ -6,6 +6,7 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
+from agent_run_ledger.engine.call import Call
 from agent_run_ledger.engine.history import StepHistory
 from agent_run_ledger.engine.live import LiveRun
 from agent_run_ledger.engine.log import Draft
@@ -20,13 +21,22 @@ class Moment(NamedTuple):
 
 @dataclass(slots=True)
 class Plan:
-    """What to append, and what to tell the flow once it is appended: `answer`, or `error` raised."""
+    """What to append, and what to tell the flow once it is appended: `answer`, or `error` raised.
+
+    A decision changes nothing by itself, since it is taken anew when somebody's request comes in between. What is to change in the
+    run's memory once the entries are written, is said here.
+    """
 
     drafts: list[Draft] = field(default_factory=list)
     answer: Any = None
     error: BaseException | None = None
     synced: bool | None = None
     """Whether stable storage is needed before going on; None leaves it to the ledger's durability."""
+    reached: str | None = None
+    """The position of the call that the program has made by this; its next one stands behind it."""
+    call: Call | None = None
+    """The call whose intent is among the drafts."""
+    is_replay: bool = False
 
 
 Decision = Callable[[LiveRun, Moment], Plan]
@@ -81,7 +91,7 @@ class Warn(NamedTuple):
     text: str
 
 
-Effect = Commit | Invoke | Wait | GiveBack | Warn
+Ask = Commit | Invoke | Wait | GiveBack | Warn
 
 T = TypeVar("T")
-Flow = Generator[Effect, Any, T]
+Flow = Generator[Ask, Any, T]

@@ -42,7 +42,7 @@ class StepHistory:
 
     __slots__ = (
         "arguments", "attempts", "attempts_of_code", "created_at", "dependencies", "digest", "earlier", "effect", "environment", "fingerprint",
-        "followed", "input", "key", "last", "leaf", "left", "number", "outcome", "position", "redispatched", "state",
+        "followed", "input", "key", "leaf", "left", "number", "outcome", "position", "redispatched", "state",
         "token", "tool", "version", "wait",
     )  # fmt: skip
 
@@ -72,6 +72,11 @@ class StepHistory:
         self.dispatched(row, body)
 
     @property
+    def is_settled(self) -> bool:
+        """Whether the program has its outcome. One whose retry was due has it, too, once something follows: there was no retry."""
+        return self.outcome is not None and (self.outcome.retry_at is None or self.followed)
+
+    @property
     def declared(self) -> Effect | None:
         """The effect that was declared at the last dispatch."""
         return Effect(self.effect) if self.effect else None
@@ -85,7 +90,7 @@ class StepHistory:
         self.left: int = body["left"]
         self.state: str = body["step_state"]
         self.token: int = body["token"]
-        self.last = self.version = row.seq
+        self.version = row.seq
         self.earlier = self.outcome or self.earlier
         self.outcome = None
 
@@ -122,7 +127,6 @@ class History:
         self.created: bytes | None = None
         self.created_digest = ""
         self.created_at = 0.0
-        self.updated_at = 0.0
         self.token = 0
         self.result: bytes | None = None
         self.result_digest = ""
@@ -176,7 +180,6 @@ class History:
         self.state = _STATES[body["state"]]
         self.steps = body["steps"]
         self.refused = body.get("refused", 0)
-        self.updated_at = body["at"]
         self.token = body["token"]
 
     def _intent(self, row: Row, body: dict[str, Any]) -> None:
@@ -194,8 +197,9 @@ class History:
     def _outcome(self, row: Row, body: dict[str, Any]) -> None:
         step = self.positions[row.position or ""]
         step.settled(row, body)
-        if self._rule is not None and "retry_at" not in body and not body.get("may_repeat"):
-            outcome = body.get("error_id") or body["payload"]
+        if self._rule is not None and "retry_at" not in body:
+            # what may repeat is new each time, so it is no part of a loop and breaks a row of others
+            outcome = f"entry {row.seq}" if body.get("may_repeat") else body.get("error_id") or body["payload"]
             self.verdict = self._rule.observe(Call(step.number, step.tool, step.input, outcome))
             self.looping = (step.tool, step.input)
 
@@ -207,6 +211,7 @@ class History:
             assert row.position is not None
             self.values[row.position] = (body, row.payload)
         elif kind == "finished":
+            self._follow()
             self.result, self.result_digest = row.payload, body["payload"]
         elif kind in ("parked", "refused", "exhausted", "aborted", "cancelled"):
             self.cause = row.payload

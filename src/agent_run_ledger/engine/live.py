@@ -49,11 +49,17 @@ class LiveRun:
         if position == str(self.cursor):
             self.cursor += 1
 
+    def stand_before(self, step: StepHistory) -> None:
+        """The program did not get this step's outcome: it stands before that call again, and asking again replays or continues it."""
+        if step.position.isdecimal():
+            self.cursor = min(self.cursor, int(step.position))
+
     def leave(self, step: StepHistory) -> None:
         """A cancellation ended this step's attempt: there is no outcome, the step is in doubt, and its program may go on."""
         if self.in_flight is step:
             self.in_flight = None
             self.interrupted = step.position
+            self.advance(step.position)
 
     def absorb(self, sealed: list[Sealed]) -> None:
         """The store has taken these entries."""
@@ -67,6 +73,9 @@ class LiveRun:
                 self.interrupted = None
                 self.advance(row.position)
             elif self.in_flight is not None and row.position == self.in_flight.position:
-                self.in_flight = None
+                if row.kind == "parked":
+                    self.leave(self.in_flight)
+                else:
+                    self.in_flight = None
         if self.requests:
             self.requests = [request for request in self.requests if request.id > self.history.honoured]

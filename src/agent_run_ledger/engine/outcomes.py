@@ -26,20 +26,21 @@ def _outcome(step: StepHistory, ok: str, payload: bytes, may_repeat: bool) -> Dr
 
 
 def returned(run: LiveRun, call: Call, step: StepHistory, value: Any) -> Draft:
+    """The outcome of a function that returned; one whose value cannot be stored is recorded as executed, without it."""
     try:
         payload = canonical.encode(
             value, limit=call.limit, what=f"the output of {call.tool!r}", declared=call.options.returns
         )
     except Exception as error:  # also what an object's own methods raise, or a warning that the program made an error
-        return raised(run, call, step, error, ok="unstorable")
+        return raised(run, call, step, UnserialisableOutput(str(error), getattr(error, "path", "$")), ok="unstorable")
     return _outcome(step, "completed", payload, call.options.may_repeat)
 
 
 def raised(run: LiveRun, call: Call, step: StepHistory, error: Exception, *, ok: str = "failed") -> Draft:
     """An error as data; `error_id` is what the loop rules compare, since a traceback differs each time."""
     described = failures.describe(error)
-    if type(error) is canonical.Unstorable:
-        described["path"] = error.path
+    if ok == "unstorable":
+        described["path"] = getattr(error, "path", "$")
     draft = _outcome(step, ok, canonical.encode(described), call.options.may_repeat)
     draft.fields["error_id"] = digests.salted(run.history.secret, failures.text(described).encode())
     if failures.is_ambiguous(error):
@@ -64,14 +65,15 @@ def settle(call: Call, draft: Draft, error: BaseException | None, run: LiveRun, 
 
 
 def park_ambiguous(step: StepHistory, error: Exception, run: LiveRun, moment: Moment) -> Plan:
+    """Park a run whose step failed in a way that leaves open whether it took effect, and must not be repeated."""
     why = f"{failures.text(failures.describe(error))} does not tell whether it took effect"
     doubt = in_doubt(run, step, why)
     doubt.__cause__ = error
-    run.interrupted = step.position
     return Plan([parked_in_doubt(step, why)], error=doubt)
 
 
 def cancelled(step: StepHistory) -> Draft:
+    """The outcome of a step that was interrupted and whose program went on."""
     described = {
         "type": "CancelledError",
         "module": "agent_run_ledger",
@@ -82,12 +84,14 @@ def cancelled(step: StepHistory) -> Draft:
 
 
 def parked_in_doubt(step: StepHistory, why: str) -> Draft:
+    """The entry of a run that stands because nobody knows whether this step took effect."""
     fields = {"step": step.number, "step_state": StepState.BLOCKED}
     payload = canonical.encode({"reason": f"step {step.number}, {step.tool!r}, is in doubt: {why}"})
     return Draft("parked", Event.WAIT, fields, payload, step.position, step.attempts)
 
 
 def in_doubt(run: LiveRun, step: StepHistory, why: str) -> StepInDoubt:
+    """The error for whoever asked for it."""
     return StepInDoubt(run.run_id, step.number, step.tool, step.position, why)
 
 
@@ -102,7 +106,7 @@ def hand_out(run: LiveRun, call: Call, step: StepHistory, cause: BaseException |
     text = failures.text(described)
     if outcome.ok == "unstorable":
         raise UnserialisableOutput(
-            f"{call.tool!r} was executed, and is recorded as executed, but its output cannot be stored: {text}",
+            f"{call.tool!r} was executed, and is recorded as executed, without its output: {described.get('message')}",
             described.get("path", "$"),
         )
     kind = StepCancelled if outcome.ok == "cancelled" else StepFailed

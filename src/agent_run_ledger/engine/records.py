@@ -7,16 +7,17 @@ from typing import Any
 
 from agent_run_ledger.contract import Row, Summary
 from agent_run_ledger.engine.history import History, StepHistory
-from agent_run_ledger.model import RunRecord, RunState, StepRecord
+from agent_run_ledger.model import DamagedRunRecord, RunRecord, RunState, StepRecord
 from agent_run_ledger.rules import canonical, failures
 
 
 def step_records(history: History, *, replayed: bool = False) -> list[StepRecord]:
     """One record a step, in the order of their first intents."""
-    return [_step_record(history.run_id, step, replayed) for step in history.positions.values()]
+    return [step_record(history.run_id, step, replayed=replayed) for step in history.positions.values()]
 
 
-def _step_record(run_id: str, step: StepHistory, replayed: bool) -> StepRecord:
+def step_record(run_id: str, step: StepHistory, *, replayed: bool = False) -> StepRecord:
+    """One step as a reader sees it."""
     outcome = step.outcome or step.earlier
     completed = outcome is not None and outcome.ok == "completed"
     error = None
@@ -55,19 +56,23 @@ def _error_text(payload: bytes) -> str:
 
 
 def run_record(summary: Summary) -> RunRecord:
-    """A run from its head and its first and last entry. One that cannot be read is shown as such: the others can be."""
+    """A run from its head and its first and last entry. One that cannot be read is a record that says so: the others can be."""
     head = summary.head
     try:
         return _run_record(summary)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         cause = f"its entries cannot be read ({type(error).__name__}: {error}): run verify, restore from a backup"
-        return RunRecord(head.run_id, None, RunState.BLOCKED, 0, 0.0, 0.0, head.owner, head.token, cause=cause)
+        return DamagedRunRecord(head.run_id, None, RunState.PENDING, 0, 0.0, 0.0, head.owner, head.token, cause=cause)
 
 
 def _run_record(summary: Summary) -> RunRecord:
     head, first, last = summary
     begun, stands = json.loads(first.body), json.loads(last.body)
-    diverged = head.note is not None and not RunState(stands["state"]).is_terminal
+    state = RunState(stands["state"])
+    diverged = head.note is not None and not state.is_terminal
+    for number in (begun["at"], stands["at"], stands["steps"]):
+        if type(number) not in (float, int):
+            raise TypeError(f"{number!r} is no number")
     return RunRecord(
         run_id=head.run_id,
         goal=_decoded(first)["goal"] if first.payload is not None else None,

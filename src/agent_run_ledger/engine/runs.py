@@ -63,7 +63,7 @@ def skip_recorded(run: LiveRun) -> None:
     while (position := str(run.cursor)) in history.values or position in history.positions:
         step = history.positions.get(position)
         if step is not None:
-            if step.outcome is None or step.outcome.retry_at is not None:
+            if not step.is_settled:
                 return
             run.replayed += 1
         run.advance(position)
@@ -106,27 +106,36 @@ def _finish(result: bytes, run: LiveRun, moment: Moment) -> Plan:
     refusal = admission.refusal(run, "finish_run") or admission.ending(run)
     if refusal is not None:
         return Plan(error=refusal)
-    drafts, doubt = admission.left_in_doubt(run)
+    drafts, doubt = admission.left_in_doubt(run, whole=True)
     if doubt is not None:
         return Plan(drafts, error=doubt)
-    if (doubt := admission.unsettled(run)) is not None:
-        return Plan(error=doubt)
     drafts.append(Draft("finished", Event.FINISH, {}, result))
     return Plan(drafts, synced=True)
 
 
-def park(run: LiveRun, error: BaseException) -> Flow[None]:
-    """An exception left the program: the run stands, with its cause, until the program is run again."""
-    yield Commit(run, partial(_park, failures.describe(error)))
-    yield GiveBack(run)
+def park(run: LiveRun, error: BaseException) -> Flow[bool]:
+    """An exception left the program: the run stands, with its cause, until the program is run again.
+
+    While a step is in flight in another thread nothing is parked or given back (False): its outcome is still to be written.
+    """
+    if parked := (yield Commit(run, partial(_park, failures.describe(error)))):
+        yield GiveBack(run)
+    return bool(parked)
 
 
 def _park(described: dict[str, Any], run: LiveRun, moment: Moment) -> Plan:
-    state = run.history.state
-    if state.is_terminal or state is RunState.QUARANTINE:
-        return Plan()
-    payload = canonical.encode({"reason": failures.text(described), "error": described})
-    return Plan([Draft("parked", Event.WAIT, {}, payload)])
+    history, reason = run.history, failures.text(described)
+    if run.in_flight is not None:
+        return Plan(answer=False)
+    if history.state.is_terminal or history.state is RunState.QUARANTINE:
+        return Plan(answer=True)
+    if history.state is RunState.BLOCKED and history.cause_text == reason:
+        return Plan(answer=True)  # it stands for this very reason already
+    if (spent := budget.entries_spent(run.limit, history.size)) is not None:
+        payload = canonical.encode({"reason": f"{spent}; last it was left by {reason}"})
+        return Plan([Draft("exhausted", Event.BUDGET_EXHAUSTED, {}, payload)], answer=True, synced=True)
+    payload = canonical.encode({"reason": reason, "error": described})
+    return Plan([Draft("parked", Event.WAIT, {}, payload)], answer=True)
 
 
 def abortion(reason: str) -> bytes:
@@ -184,7 +193,7 @@ def value(run: LiveRun, name: str, fresh: Any) -> Flow[Any]:
 
 
 def _value(name: str, fresh: Any, run: LiveRun, moment: Moment) -> Plan:
-    if (refusal := admission.refusal(run, f"run.{name}()")) is not None:
+    if (refusal := admission.refusal(run, f"run.{name}()", pipeline=False)) is not None:
         return Plan(error=refusal)
     history, position = run.history, str(run.cursor)
     if (step := history.positions.get(position)) is not None:
@@ -193,18 +202,17 @@ def _value(name: str, fresh: Any, run: LiveRun, moment: Moment) -> Plan:
         body, payload = history.values[position]
         if body["name"] != name:
             return Plan(error=ReplayDivergence(run.run_id, position, f"run.{body['name']}()", f"run.{name}()"))
-        run.advance(position)
-        return Plan(answer=canonical.decode(payload) if payload is not None else None)
+        return Plan(answer=canonical.decode(payload) if payload is not None else None, reached=position)
     if (ending := admission.ending(run)) is not None:
         return Plan(error=ending)
     drafts, doubt = admission.left_in_doubt(run)
     if doubt is not None:
         return Plan(drafts, error=doubt)
-    reason = budget.exhausted(run.limit + 1, history.steps, history.refused, history.size)
+    reason = budget.entries_spent(run.limit, history.size)
     if reason is not None:
         refused = Draft(
             "refused", Event.BUDGET_EXHAUSTED, {"rule": "budget"}, canonical.encode({"reason": reason}), position
         )
         return Plan([*drafts, refused], error=BudgetExceededException(run.run_id, reason), synced=True)
     drafts.append(Draft("value", None, {"name": name}, canonical.encode(fresh), position))
-    return Plan(drafts, answer=fresh)
+    return Plan(drafts, answer=fresh, reached=position)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, assert_never
 
 from agent_run_ledger.engine import admission, outcomes, recovery
 from agent_run_ledger.engine.call import Call
@@ -20,7 +20,6 @@ from agent_run_ledger.errors import (
     RunawayLoopDetectedException,
     RunClosed,
     StepInDoubt,
-    StoreError,
     UndeclaredEffectWarning,
     UnserialisableArguments,
 )
@@ -35,7 +34,7 @@ def step(run: LiveRun, call: Call) -> Flow[Any]:
         position = yield Commit(run, partial(_intend, call))
         this = run.history.positions[position]
         error: BaseException | None = None
-        while not _is_settled(this):
+        while not this.is_settled:
             if this.outcome is not None and this.outcome.retry_at is not None:
                 yield from _wait_to_retry(run, call, this, this.outcome.retry_at)
             error = yield from _attempt(run, call, this)
@@ -45,6 +44,11 @@ def step(run: LiveRun, call: Call) -> Flow[Any]:
     except (StepInDoubt, RunClosed, RunawayLoopDetectedException, BudgetExceededException):
         yield GiveBack(run)
         raise
+    finally:
+        if (
+            call.step is not None
+        ):  # still in flight: it was interrupted, or its lease or a park of it was lost on the way
+            run.leave(call.step)
     if error is not None and run.history.state.is_terminal:  # it was fatal
         yield GiveBack(run)
     return outcomes.hand_out(run, call, this, error)
@@ -66,17 +70,12 @@ def _store_arguments(call: Call) -> None:
     call.digest = digests.plain(call.stored)
 
 
-def _is_settled(step: StepHistory) -> bool:
-    """A failure whose retry was due is settled, too, once something follows it: the program went on without the retry."""
-    return step.outcome is not None and (step.outcome.retry_at is None or step.followed)
-
-
 # --- intents ----------------------------------------------------------------------------------------------------------
 
 
 def _intend(call: Call, run: LiveRun, moment: Moment) -> Plan:
     """Decide what a call at the run's next position is: a replay, a first dispatch, another attempt, or a refusal."""
-    if (refusal := admission.refusal(run, call.tool)) is not None:
+    if (refusal := admission.refusal(run, call.tool, pipeline=call.position is not None)) is not None:
         return Plan(error=refusal)
     history = run.history
     position = call.position or str(run.cursor)
@@ -89,9 +88,7 @@ def _intend(call: Call, run: LiveRun, moment: Moment) -> Plan:
     if (divergence := _divergence(run, call, step)) is not None:
         return Plan(error=divergence)
     if step.outcome is not None and (step.outcome.is_final or step.followed or history.state.is_terminal):
-        run.advance(position)
-        run.replayed += 1
-        return Plan(answer=position)
+        return Plan(answer=position, reached=position, is_replay=True)
     if (ending := admission.ending(run)) is not None:
         return Plan(error=ending)
     return _resume(run, call, step, moment)
@@ -114,13 +111,16 @@ def _begin(run: LiveRun, call: Call, position: str) -> Plan:
         )
         drafts.append(_refused(call, position, Event.LOOP_DETECTED, refusal))
         return Plan(drafts, error=error, synced=True)
-    reason = budget.exhausted(run.limit, history.steps, history.refused, history.size)
+    reason = budget.steps_spent(run.limit, history.steps, history.refused)
+    reason = reason or budget.entries_spent(run.limit, history.size)
     if reason is not None:
         drafts.append(_refused(call, position, Event.BUDGET_EXHAUSTED, {"rule": "budget", "reason": reason}))
         return Plan(drafts, error=BudgetExceededException(run.run_id, reason), synced=True)
     key = digests.idempotency_key(history.secret, run.run_id, position, call.tool, call.stored)
-    drafts.append(_intent(run, call, position, history.steps + 1, 1, key, call.stored, call.digest, salted))
-    return Plan(drafts, answer=position, synced=_synced(call.options.effect))
+    fields = _fields(call, history.steps + 1, key, call.max_attempts - 1)
+    fingerprint = digests.fingerprint(call.tool, call.digest)
+    intent = Draft("intent", Event.START_STEP, fields, call.stored, position, 1, call.digest, salted, fingerprint)
+    return _dispatching([*drafts, intent], call, position)
 
 
 def _resume(run: LiveRun, call: Call, step: StepHistory, moment: Moment) -> Plan:
@@ -132,84 +132,66 @@ def _resume(run: LiveRun, call: Call, step: StepHistory, moment: Moment) -> Plan
         environment=call.environment,
     )
     (action,) = recovery.plan_recovery([step], {call.tool: declared}, {}, moment.now)
-    drafts = []
-    if action.kind == "park":
-        if step.state != StepState.BLOCKED:
-            drafts.append(parked_in_doubt(step, action.reason))
-        return Plan(drafts, error=in_doubt(run, step, action.reason))
-    if action.kind == "dead_letter":
-        fields = {"step": step.number, "step_state": StepState.DEAD_LETTER}
-        payload = canonical.encode({"reason": f"step {step.number}, {step.tool!r}: {action.reason}"})
-        drafts.append(Draft("exhausted", Event.BUDGET_EXHAUSTED, fields, payload, step.position, step.attempts))
-        error = AttemptsExhausted(run.run_id, step.number, step.tool, step.attempts)
-        return Plan(drafts, error=error, synced=True)
-    if action.not_before is not None and action.not_before > moment.now:
-        run.advance(step.position)
-        return Plan(answer=step.position)
-    if action.kind == "dispatch_undeclared":
-        fields = {"step": step.number}
-        drafts.append(Draft("redispatched_undeclared", None, fields, None, step.position, step.attempts + 1))
-    drafts.append(_next_attempt(run, call, step))
-    return Plan(drafts, answer=step.position, synced=_synced(call.options.effect))
+    match action.kind:
+        case "dispatch":
+            if action.not_before is not None and action.not_before > moment.now:
+                return Plan(answer=step.position, reached=step.position)
+            return _dispatching([_next_attempt(call, step)], call, step.position)
+        case "dispatch_undeclared":
+            said = Draft("redispatched_undeclared", None, {"step": step.number}, None, step.position, step.attempts + 1)
+            return _dispatching([said, _next_attempt(call, step)], call, step.position)
+        case "park":
+            park = [] if step.state == StepState.BLOCKED else [parked_in_doubt(step, action.reason)]
+            return Plan(park, error=in_doubt(run, step, action.reason))
+        case "dead_letter":
+            fields = {"step": step.number, "step_state": StepState.DEAD_LETTER}
+            payload = canonical.encode({"reason": f"step {step.number}, {step.tool!r}: {action.reason}"})
+            spent = Draft("exhausted", Event.BUDGET_EXHAUSTED, fields, payload, step.position, step.attempts)
+            error = AttemptsExhausted(run.run_id, step.number, step.tool, step.attempts)
+            return Plan([spent], error=error, synced=True)
+        case "ask" | "record" | "wait":
+            raise NotImplementedError(f"receipts are not asked for yet, so nothing leads to {action.kind!r}")
+        case _:
+            assert_never(action.kind)
 
 
 def _retry(call: Call, step: StepHistory, run: LiveRun, moment: Moment) -> Plan:
     """The wait before a retry is over."""
     if (ending := admission.ending(run)) is not None:
         return Plan(error=ending)
-    return Plan([_next_attempt(run, call, step)], synced=_synced(call.options.effect))
+    return _dispatching([_next_attempt(call, step)], call, None)
 
 
-def _next_attempt(run: LiveRun, call: Call, step: StepHistory) -> Draft:
+def _dispatching(drafts: list[Draft], call: Call, reached: str | None) -> Plan:
+    """The plan whose drafts end with an intent. That of a step without side effects may be lost with the machine: no harm is done."""
+    synced = False if call.options.effect is Effect.READ else None
+    return Plan(drafts, answer=reached, reached=reached, call=call, synced=synced)
+
+
+def _next_attempt(call: Call, step: StepHistory) -> Draft:
     """Stored arguments, stored key: only the attempt's number is new."""
-    stored = step.arguments if step.arguments is not None else call.stored
-    return _intent(
-        run,
-        call,
-        step.position,
-        step.number,
-        step.attempts + 1,
-        step.key,
-        stored,
-        step.digest or call.digest,
-        step.input,
-    )
+    used = step.attempts_of_code if call.environment == step.environment else 0
+    fields = _fields(call, step.number, step.key, max(0, call.max_attempts - used - 1))
+    stored, digest = (call.stored, call.digest) if step.arguments is None else (step.arguments, step.digest)
+    fingerprint = step.fingerprint or digests.fingerprint(call.tool, call.digest)
+    attempt = step.attempts + 1
+    return Draft("intent", Event.START_STEP, fields, stored, step.position, attempt, digest, step.input, fingerprint)
 
 
-def _intent(
-    run: LiveRun,
-    call: Call,
-    position: str,
-    number: int,
-    attempt: int,
-    key: str,
-    stored: bytes,
-    digest: bytes,
-    salted: str,
-) -> Draft:
-    used = attempt
-    if attempt > 1:
-        step = run.history.positions[position]
-        used = step.attempts_of_code + 1 if call.environment == step.environment else 1
+def _fields(call: Call, number: int, key: str, left: int) -> dict[str, Any]:
     fields: dict[str, Any] = {
         "step": number,
         "tool": call.tool,
         "key": key,
         "environment": call.environment,
-        "left": max(0, call.max_attempts - used),
+        "left": left,
         "step_state": StepState.RUNNING,
     }
     if call.options.effect is not None:
         fields["effect"] = call.options.effect
     if call.after:
         fields["after"] = list(call.after)  # as it will be read
-    fingerprint = digests.fingerprint(call.tool, digest)
-    return Draft("intent", Event.START_STEP, fields, stored, position, attempt, digest, salted, fingerprint)
-
-
-def _synced(effect: Effect | None) -> bool | None:
-    """An intent of a step without side effects may be lost with the machine: running it again harms nobody."""
-    return False if effect is Effect.READ else None
+    return fields
 
 
 def _refused(call: Call, position: str, event: Event, refusal: dict[str, Any]) -> Draft:
@@ -236,6 +218,9 @@ def _divergence(run: LiveRun, call: Call, step: StepHistory) -> ReplayDivergence
     return ReplayDivergence(run.run_id, step.position, recorded, asked, path)
 
 
+# --- attempts ---------------------------------------------------------------------------------------------------------
+
+
 def _wait_to_retry(run: LiveRun, call: Call, step: StepHistory, until: float) -> Flow[None]:
     """Wait, and write the next attempt's intent. The call is in flight meanwhile: nobody else's comes in between."""
     token = run.token  # whoever took the run over in the meantime has made the retry
@@ -244,46 +229,29 @@ def _wait_to_retry(run: LiveRun, call: Call, step: StepHistory, until: float) ->
         yield Wait(run, until)
         yield Commit(run, partial(_retry, call, step), token)
     except BaseException:
-        if run.in_flight is step:
+        if run.in_flight is step and step.outcome is not None:  # no attempt is under way: this is no doubt
             run.in_flight = None
         raise
-
-
-# --- attempts and outcomes --------------------------------------------------------------------------------------------
 
 
 def _attempt(run: LiveRun, call: Call, step: StepHistory) -> Flow[BaseException | None]:
     """Dispatch once and write the outcome. Returns the function's exception, for the caller's traceback."""
     token = run.token
-    try:
-        arguments = canonical.decode(step.arguments) if call.passes_arguments and step.arguments is not None else {}
-        for name, annotation in call.parameters.items():
-            if name in arguments:
-                arguments[name] = canonical.rebuild(annotation, arguments[name])
-        if step.redispatched == step.attempts:
-            # a program may make it an error
-            yield Warn(UndeclaredEffectWarning, _DISPATCHED_AGAIN.format(tool=call.tool))
-        result: Result = yield Invoke(run, step, call.function, arguments)
-        error = result.error
-        if error is None:
-            draft = outcomes.returned(run, call, step, result.value)
-        elif isinstance(error, Exception):
-            if failures.is_ambiguous(error) and admission.must_not_repeat(run, call.options.effect or step.declared):
-                yield Commit(run, partial(outcomes.park_ambiguous, step, error), token)
-            draft = outcomes.raised(run, call, step, error)
-        else:  # a cancellation is no outcome: it goes on its way, and the step is in doubt
-            raise error
-    except BaseException:  # also where the driver was stopped, the lease was gone, or a park could not be written
-        run.leave(step)
-        raise
-    try:
-        yield Commit(run, partial(outcomes.settle, call, draft, error), token)
-    except StoreError:
-        # The outcome is owed to the log. Until it is written the program stands before this call: asking again replays it.
-        run.cursor = min(run.cursor, _index(step.position) or run.cursor)
-        raise
+    arguments = canonical.decode(step.arguments) if call.passes_arguments and step.arguments is not None else {}
+    for name, annotation in call.parameters.items():
+        if name in arguments:
+            arguments[name] = canonical.rebuild(annotation, arguments[name])
+    if step.redispatched == step.attempts:
+        yield Warn(UndeclaredEffectWarning, _DISPATCHED_AGAIN.format(tool=call.tool))  # a program may make it an error
+    result: Result = yield Invoke(run, step, call.function, arguments)
+    error = result.error
+    if error is None:
+        draft = outcomes.returned(run, call, step, result.value)
+    elif isinstance(error, Exception):
+        if failures.is_ambiguous(error) and admission.must_not_repeat(run, call.options.effect or step.declared):
+            yield Commit(run, partial(outcomes.park_ambiguous, step, error), token)
+        draft = outcomes.raised(run, call, step, error)
+    else:  # a cancellation is no outcome: it goes on its way, and the step is in doubt
+        raise error
+    yield Commit(run, partial(outcomes.settle, call, draft, error), token)
     return error
-
-
-def _index(position: str) -> int | None:
-    return int(position) if position.isdecimal() else None

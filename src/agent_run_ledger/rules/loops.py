@@ -113,8 +113,8 @@ class Detector:
         """
         self._number += 1
         if may_repeat:
-            return OK
-        if error is None:
+            outcome = f"call {self._number}"
+        elif error is None:
             outcome = "output " + digests.plain(canonical.encode(result)).hex()
         else:
             outcome = "error " + (error if isinstance(error, str) else failures.text(failures.describe(error)))
