@@ -277,7 +277,7 @@ def test_show_json_has_the_fields_of_step_records(shell: Shell, db: Path) -> Non
         "run", "steps", "is_waiting_for_its_program", "steps_in_doubt", "redispatched_undeclared", "trouble",
     ]  # fmt: skip
     assert [list(step) for step in shown["steps"]] == [[*(each.name for each in fields(StepRecord)), "environment"]]
-    assert f"agent-run-ledger {__version__}" in shown["steps"][0]["environment"]
+    assert f" {__version__} python " in shown["steps"][0]["environment"]
     assert shown["steps"][0]["error_message"] == "ZeroDivisionError: division by zero"
     assert shown["is_waiting_for_its_program"] is True
 

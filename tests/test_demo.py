@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from agent_run_ledger import AgentRunLedger
 from agent_run_ledger.cli import main
 from agent_run_ledger.demo import models, stage
 from agent_run_ledger.demo.bookkeeping import Books, Refused
@@ -90,6 +91,15 @@ def test_the_agent_dies_of_sigkill_in_step_38_of_45_with_a_posting_in_doubt(figu
         "signal": "SIGKILL", "exit_status": -signal.SIGKILL, "step": 38, "tool": "post_entry", "steps_in_doubt": [38],
     }  # fmt: skip
     assert (figures["run"]["status"], figures["run"]["steps"], figures["steps_replayed"]) == ("COMPLETED", 45, 37)
+
+
+def test_the_run_went_to_its_new_owner_before_anybody_could_have_waited_for_a_lease(figures: dict[str, Any]) -> None:
+    with AgentRunLedger.open_read_only(figures["ledger"]) as ledger:
+        tokens = [step.fencing_token for step in ledger.steps(figures["run"]["run_id"])]
+    assert tokens == [1] * 37 + [2] * 8
+    with closing(sqlite3.connect(figures["ledger"])) as connection:
+        lease = connection.execute("SELECT lease_seconds FROM runs WHERE run_id = ?", (figures["run"]["run_id"],))
+        assert lease.fetchone()[0] > stage._WAIT_FOR_A_MODEL_SECONDS
 
 
 def test_the_service_has_booked_each_paid_invoice_once(figures: dict[str, Any], folder: Path) -> None:

@@ -677,7 +677,7 @@ def test_who_waits_too_long_for_the_lock_is_told_that_the_store_is_busy(path: Pa
 
 def test_a_reader_does_not_wait_for_a_writer(store: SqliteStore, path: Path) -> None:
     create(store)
-    with store._mutex:  # another thread is in the middle of a write
+    with store._files.mutex:  # another thread is in the middle of a write
         assert len(store.read("r")) == 1
         assert store.head("r") is not None
         assert len(list(store.summaries())) == 1
@@ -787,7 +787,7 @@ def test_a_store_that_is_thrown_away_keeps_no_file_open(path: Path, clock: FakeC
 
     store = SqliteStore(path, clock=clock)
     create(store)
-    with store._mutex:
+    with store._files.mutex:
         store.read("r")
     assert any(str(path) in name for name in open_files())
     del store
@@ -1040,7 +1040,7 @@ def test_a_name_with_odd_characters_is_a_name(tmp_path: Path, clock: FakeClock) 
     path = tmp_path / "a b?mode=ro&x#y%41'\"ä.db"
     with contextlib.closing(SqliteStore(path, clock=clock)) as store:
         create(store)
-        with store._mutex:
+        with store._files.mutex:
             assert len(store.read("r")) == 1
     with contextlib.closing(SqliteStore(path, clock=clock, read_only=True)) as store:
         assert len(store.read("r")) == 1
@@ -1131,9 +1131,9 @@ def test_a_full_disk_is_named_and_nothing_is_lost_when_there_is_room_again(
 
 def test_a_database_that_may_not_grow_is_full(store: SqliteStore) -> None:
     token = create(store)
-    assert store._writer is not None
-    (pages,) = store._writer.execute("PRAGMA page_count").fetchone()
-    store._writer.execute(f"PRAGMA max_page_count={pages}")
+    assert store._files.writer is not None
+    (pages,) = store._files.writer.execute("PRAGMA page_count").fetchone()
+    store._files.writer.execute(f"PRAGMA max_page_count={pages}")
     with pytest.raises(StoreFull, match="Make room"):
         store.append("r", token, 0, [a_row(2, payload=b"x" * 60_000)], synced=True)
     assert store.append("r", token, 0, [a_row(2, payload=b"x" * 60_000)], synced=True)
@@ -1167,24 +1167,24 @@ def test_a_commit_that_failed_is_looked_up_and_counts_if_it_is_there(
     token = create(store)
     statement = "COMMIT" if len(rows) > 1 else "INTO entries"
     for after in (False, True):
-        assert store._writer is not None
-        failing: Any = Failing(store._writer, code, after=after, statement=statement)
-        store._writer = failing
+        assert store._files.writer is not None
+        failing: Any = Failing(store._files.writer, code, after=after, statement=statement)
+        store._files.writer = failing
         if after:
             assert store.append("r", token, 0, rows, synced=synced) is True
         else:
             with pytest.raises(StoreError):
                 store.append("r", token, 0, rows, synced=synced)
             assert len(store.read("r")) == 1
-        assert store._writer is not failing
+        assert store._files.writer is not failing
     assert store.read("r", 1) == rows
     assert store.append("r", token, 0, [a_row(2 + len(rows))], synced=synced)
 
 
 @pytest.mark.parametrize("after", [False, True])
 def test_a_create_or_claim_that_failed_is_settled(store: SqliteStore, after: bool) -> None:
-    failing: Any = Failing(store._connection(), 10, after=after, statement="COMMIT")
-    store._writer = failing
+    failing: Any = Failing(store._files.ready(), 10, after=after, statement="COMMIT")
+    store._files.writer = failing
     if after:
         token = create(store)
     else:
@@ -1192,8 +1192,8 @@ def test_a_create_or_claim_that_failed_is_settled(store: SqliteStore, after: boo
             create(store)
         token = create(store)
     store.release("r", token)
-    failing = Failing(store._connection(), 10, after=after, statement="COMMIT")
-    store._writer = failing
+    failing = Failing(store._files.ready(), 10, after=after, statement="COMMIT")
+    store._files.writer = failing
     with pytest.raises(StoreUnavailable):
         store.claim("r", "b", 30.0)
     assert store.claim("r", "b", 30.0).token == 2 + after
@@ -1203,8 +1203,8 @@ def test_the_level_of_syncing_is_what_was_asked_for(store: SqliteStore) -> None:
     token = create(store)
 
     def level() -> Any:
-        assert store._writer is not None
-        return store._writer.execute("PRAGMA synchronous").fetchone()[0]
+        assert store._files.writer is not None
+        return store._files.writer.execute("PRAGMA synchronous").fetchone()[0]
 
     assert level() == 2
     store.append("r", token, 0, [a_row(2)], synced=False)
@@ -1221,10 +1221,10 @@ def test_the_level_of_syncing_is_what_was_asked_for(store: SqliteStore) -> None:
 
 
 def test_a_reader_and_a_writer_never_checkpoint_by_themselves(store: SqliteStore) -> None:
-    assert store._writer is not None
-    assert store._writer.execute("PRAGMA wal_autocheckpoint").fetchone() == (0,)
+    assert store._files.writer is not None
+    assert store._files.writer.execute("PRAGMA wal_autocheckpoint").fetchone() == (0,)
     create(store)
-    with store._mutex:
+    with store._files.mutex:
         store.read("r")
-    assert store._reader is not None
-    assert store._reader.execute("PRAGMA query_only").fetchone() == (1,)
+    assert store._files._reader is not None
+    assert store._files._reader.execute("PRAGMA query_only").fetchone() == (1,)

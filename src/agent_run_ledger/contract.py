@@ -1,4 +1,4 @@
-"""What a store promises: finished bytes in, the same bytes out, and every write fenced. Ten verbs, no rules.
+"""What a store promises: finished bytes in, the same bytes out, and every write fenced. Fifteen verbs, no rules.
 
 `testing.StoreContract` is this page as tests; a store that passes it can stand under the engine.
 """
@@ -116,7 +116,9 @@ class Store(Protocol):
         """Write all rows or none, if the token is the run's token and its inbox counter is still `inbox`.
 
         True: written, and on stable storage if `synced`. False: the inbox has moved, nothing is written. Raises `LeaseLost` where the
-        token is old. After a failure in which nothing is known the store looks the rows up before it answers.
+        token is old. After a failure in which nothing is known the store looks the rows up before it answers. Rows that stand there
+        already, byte for byte, are not written again and answer True, whatever came into the inbox since: what raised
+        `StoreUnavailable` may be called again as it was. Other bytes at a seq that is taken are refused with a `StoreError`.
         """
 
     def read(self, run_id: str, after: int = 0) -> list[Row]:

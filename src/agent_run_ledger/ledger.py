@@ -16,7 +16,7 @@ from agent_run_ledger.contract import Clock, Row, Store, Summary
 from agent_run_ledger.drivers.leases import POLL_SECONDS, HeldRun, Leases
 from agent_run_ledger.drivers.sync import SyncDriver
 from agent_run_ledger.engine import audit, damage, records, runs
-from agent_run_ledger.engine.call import Call, Options, StepOptions
+from agent_run_ledger.engine.call import Call, Options, StepOptions, declared
 from agent_run_ledger.engine.effects import Flow
 from agent_run_ledger.engine.history import History
 from agent_run_ledger.engine.log import Draft
@@ -35,10 +35,8 @@ from agent_run_ledger.errors import (
 from agent_run_ledger.model import (
     Budget,
     Diagnosis,
-    Effect,
     Finding,
     Inspection,
-    RetryPolicy,
     RunRecord,
     RunState,
     StepRecord,
@@ -48,7 +46,7 @@ from agent_run_ledger.model import (
 from agent_run_ledger.rules import canonical, digests, functions
 from agent_run_ledger.rules.loops import LoopDetectorPolicy
 from agent_run_ledger.rules.names import check_name
-from agent_run_ledger.stores import diagnosis, open_store
+from agent_run_ledger.stores import open_store
 from agent_run_ledger.stores.clock import SystemClock
 
 Durability = Literal["full", "process"]
@@ -89,6 +87,8 @@ def as_stored(value: Any) -> str:
 
 def ledgers_in(folder: str) -> list[str]:
     """The names of the files in a folder that are ledgers."""
+    from agent_run_ledger.stores import diagnosis  # only who looks needs it
+
     return diagnosis.ledgers_in(folder)
 
 
@@ -165,7 +165,7 @@ class Ledger:
     def inspect(self, run_id: str) -> Inspection:
         """The run and its steps as closely as they can be looked at; where they are damaged, too. Raises `RunNotFound`."""
         run, seen = self.get_run(run_id), self._readable(run_id)
-        is_seen = diagnosis.is_seen(self._store, run.owner)
+        is_seen = self._is_seen(run.owner)
         return Inspection(
             run=run,
             steps=seen.steps,
@@ -179,16 +179,19 @@ class Ledger:
 
     def is_waiting(self, run: RunRecord) -> bool:
         """Whether the run goes on as soon as its program runs again: it has not ended, and nobody is seen to work on it."""
-        return self._waits(run, diagnosis.is_seen(self._store, run.owner))
+        return self._waits(run, self._is_seen(run.owner))
+
+    def _is_seen(self, owner: str | None) -> bool:
+        from agent_run_ledger.stores import diagnosis
+
+        return diagnosis.is_seen(self._store, owner)
 
     @staticmethod
     def _waits(run: RunRecord, is_owner_seen: bool) -> bool:
         state = RunState(run.status)
         return not (is_owner_seen or run.is_damaged or state.is_terminal or state is RunState.QUARANTINE)
 
-    def verify(
-        self, run_id: str | None = None, *, told: Callable[[int], None] | None = None
-    ) -> VerificationReport:
+    def verify(self, run_id: str | None = None, *, told: Callable[[int], None] | None = None) -> VerificationReport:
         """Recompute every entry, of one run or of all, and report each disagreement. `told` hears how many entries are done.
 
         A database without a tree head kept elsewhere proves only that it agrees with itself: who can write the file can rebuild it.
@@ -377,7 +380,7 @@ class AgentRunLedger(Ledger):
 
     @classmethod
     def open_read_only(cls, path: str | os.PathLike[str], *, clock: Clock | None = None) -> Self:
-        """The ledger at `path` to look at, also while agents work on it: nothing is made, written or migrated.
+        """The ledger at `path` to look at, also while agents work on it: it is not made, written or migrated.
 
         What would write raises `StoreReadOnly`. Raises `StoreUnavailable` where there is no such file, else as opening it does.
 
@@ -393,6 +396,8 @@ class AgentRunLedger(Ledger):
     @staticmethod
     def diagnose(path: str | os.PathLike[str]) -> Diagnosis:
         """What stands around the file of a ledger, also of one that cannot be read. Raises `StoreError` where there is no file."""
+        from agent_run_ledger.stores import diagnosis
+
         return diagnosis.diagnose(path)
 
     def create_run(self, goal: str, run_id: str | None = None, *, wait: float | None = None) -> str:
@@ -413,26 +418,16 @@ class AgentRunLedger(Ledger):
         tool_name: str,
         arguments: Mapping[str, Any],
         execution_fn: Callable[..., Any],
-        *,
-        effect: Effect | None = None,
-        retry: RetryPolicy | None = None,
-        returns: Any = None,
-        raises: tuple[type[BaseException], ...] = (),
-        fatal: tuple[type[BaseException], ...] = (),
-        may_repeat: bool = False,
-        version: str | None = None,
+        **options: Unpack[StepOptions],
     ) -> Any:
-        """Run one step, or return what it returned when it ran before.
+        """Run one step, or return what it returned when it ran before. The options are those of `StepOptions`.
 
         The exact `arguments` and the step's idempotency key are on stable storage before `execution_fn` is called, and its outcome
         before this returns. A function with required parameters is called with the stored arguments by keyword, another one bare.
         Raises `StepFailed` where it raises, `RunawayLoopDetectedException` and `BudgetExceededException` where it is refused,
         `RunClosed` on a run that has ended, `ReplayDivergence` where the log has another call at this place.
         """
-        options = Options(
-            effect_of(effect), retry, returns, exception_types(raises), exception_types(fatal), may_repeat, version
-        )
-        call = function_call(tool_name, arguments, execution_fn, options, self._payload_limit)
+        call = function_call(tool_name, arguments, execution_fn, declared(options), self._payload_limit)
         return self._driver.obey(step(self._run(run_id), call))
 
     def resume_run(self, run_id: str, *, wait: float | None = None) -> list[StepRecord]:
@@ -558,27 +553,6 @@ def function_call(
         limit,
         parameters={n: a for n, a in functions.hints(function).items() if n != "return"} if annotated else {},
     )
-
-
-def effect_of(given: Effect | str | None) -> Effect | None:
-    """`effect=` as what it is, also where it is given by its name."""
-    if given is None or type(given) is Effect:
-        return given
-    try:
-        return Effect(given)
-    except ValueError:
-        raise InvalidArguments(
-            f"effect= is one of {', '.join(Effect)}, not {given!r}; nothing was dispatched"
-        ) from None
-
-
-def exception_types(given: Any) -> tuple[type[BaseException], ...]:
-    """`raises=` and `fatal=` as a tuple of exception classes, checked."""
-    types = given if isinstance(given, tuple) else (given,)
-    for each in types:
-        if not (isinstance(each, type) and issubclass(each, BaseException)):
-            raise InvalidArguments(f"raises= and fatal= take exception classes, not {each!r}")
-    return types
 
 
 @atexit.register

@@ -10,11 +10,11 @@ from typing import Any, TypeVar, Unpack
 from agent_run_ledger.contract import Clock, Store
 from agent_run_ledger.drivers.leases import HeldRun
 from agent_run_ledger.engine import runs
-from agent_run_ledger.engine.call import Call, Options, StepOptions
+from agent_run_ledger.engine.call import Call, StepOptions, declared
 from agent_run_ledger.engine.steps import step
 from agent_run_ledger.errors import InvalidArguments, InvalidPipeline
-from agent_run_ledger.ledger import PAYLOAD_LIMIT, Durability, Ledger, effect_of, exception_types, park
-from agent_run_ledger.model import Effect, RetryPolicy, RunState
+from agent_run_ledger.ledger import PAYLOAD_LIMIT, Durability, Ledger, park
+from agent_run_ledger.model import RunState
 from agent_run_ledger.rules import canonical, functions
 from agent_run_ledger.rules.loops import LoopDetectorPolicy
 from agent_run_ledger.rules.names import check_name
@@ -33,14 +33,7 @@ class Step:
         name: str,
         fn: Callable[..., Any],
         depends_on: Iterable[str] = (),
-        *,
-        effect: Effect | None = None,
-        retry: RetryPolicy | None = None,
-        returns: Any = None,
-        raises: tuple[type[BaseException], ...] = (),
-        fatal: tuple[type[BaseException], ...] = (),
-        may_repeat: bool = False,
-        version: str | None = None,
+        **options: Unpack[StepOptions],
     ) -> None:
         self.name = check_name("step name", name)
         self.fn = fn
@@ -55,10 +48,9 @@ class Step:
         hints = functions.hints(fn)
         returned = hints.pop("return", None)
         self.parameters = hints
-        types = (exception_types(raises), exception_types(fatal))
-        self.options = Options(
-            effect_of(effect), retry, returned if returns is None else returns, *types, may_repeat, version
-        )
+        self.options = declared(options)
+        if self.options.returns is None:
+            self.options = self.options._replace(returns=returned)
 
     def bind(self, given: dict[str, Any], outputs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
         """The step's arguments, and which of them are the outputs of which dependencies.
@@ -160,9 +152,9 @@ class RunLedger(Ledger):
         order = self._order()
         self._check(order, given)
         with self._executing:
-            declared = functions.together(hint for each in order for hint in each.parameters.values())
+            hints = functions.together(hint for each in order for hint in each.parameters.values())
             goal = f"pipeline {self.run_id}"
-            draft = runs.created(goal, given, pipeline=True, limit=self._payload_limit, declared=declared)
+            draft = runs.created(goal, given, pipeline=True, limit=self._payload_limit, declared=hints)
             run = self._start(self.run_id, draft, None)
             with run:
                 return self._execute(run, order, canonical.decode(draft.payload or b"")["input"])
@@ -180,8 +172,8 @@ class RunLedger(Ledger):
                 result = (
                     outputs[sinks[0].name] if len(sinks) == 1 else {sink.name: outputs[sink.name] for sink in sinks}
                 )
-                declared = functions.together(sink.options.returns for sink in sinks)
-                finished = runs.stored(result, "the result", self._payload_limit, declared)
+                returned = functions.together(sink.options.returns for sink in sinks)
+                finished = runs.stored(result, "the result", self._payload_limit, returned)
                 self._driver.obey(runs.finish(run, finished))
                 return self._result(finished, sinks)
             payload = run.history.result

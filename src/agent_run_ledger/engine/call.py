@@ -8,11 +8,12 @@ from typing import Any, NamedTuple, TypedDict
 
 from agent_run_ledger.engine import recovery
 from agent_run_ledger.engine.history import StepHistory
+from agent_run_ledger.errors import InvalidArguments
 from agent_run_ledger.model import Effect, RetryPolicy
 
 
 class Options(NamedTuple):
-    """What a caller declares about a tool: the options of `execute_step`, `step()` and `Step`."""
+    """What is declared about a tool, in full."""
 
     effect: Effect | None = None
     retry: RetryPolicy | None = None
@@ -24,15 +25,61 @@ class Options(NamedTuple):
 
 
 class StepOptions(TypedDict, total=False):
-    """The same as keywords, for those who pass them on."""
+    """What a caller may declare about a tool, by keyword."""
 
     effect: Effect | None
+    """What a second dispatch would do to the outside world; None is said aloud wherever it matters."""
     retry: RetryPolicy | None
+    """How a failing call is made again; None: its error is final at once."""
     returns: Any
+    """The annotation by which an output is built into a class again."""
     raises: tuple[type[BaseException], ...]
+    """Exception classes that come through as themselves, now and at replay; others come as `StepFailed`."""
     fatal: tuple[type[BaseException], ...]
+    """Exception classes that end the run as FAILED."""
     may_repeat: bool
+    """Equal calls with an equal outcome are no loop."""
     version: str | None
+    """Stands for the tool's code: another one counts attempts afresh."""
+
+
+def declared(given: StepOptions) -> Options:
+    """The options as they are used. Raises `InvalidArguments` where one of them is not what it should be."""
+    if not given:
+        return _NOTHING
+    unknown = given.keys() - set(Options._fields)
+    if unknown:
+        raise InvalidArguments(
+            f"there is no option {', '.join(sorted(unknown))}; there are {', '.join(Options._fields)}"
+        )
+    options = Options(**given)
+    return options._replace(
+        effect=_effect(options.effect), raises=_exceptions(options.raises), fatal=_exceptions(options.fatal)
+    )
+
+
+def _effect(given: Effect | str | None) -> Effect | None:
+    """`effect=` as what it is, also where it is given by its name."""
+    if given is None or type(given) is Effect:
+        return given
+    try:
+        return Effect(given)
+    except ValueError:
+        raise InvalidArguments(
+            f"effect= is one of {', '.join(Effect)}, not {given!r}; nothing was dispatched"
+        ) from None
+
+
+def _exceptions(given: Any) -> tuple[type[BaseException], ...]:
+    """`raises=` and `fatal=` as a tuple of exception classes, checked."""
+    types = given if isinstance(given, tuple) else (given,)
+    for each in types:
+        if not (isinstance(each, type) and issubclass(each, BaseException)):
+            raise InvalidArguments(f"raises= and fatal= take exception classes, not {each!r}")
+    return types
+
+
+_NOTHING = Options()
 
 
 @dataclass(slots=True)

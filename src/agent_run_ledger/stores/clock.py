@@ -24,19 +24,23 @@ class SystemClock:
     sleep = staticmethod(time.sleep)
 
 
-@functools.cache
 def boot_id() -> str:
     """What names this boot of this machine, the same in all its containers; empty where nothing does."""
+    try:
+        return _boot_id()
+    except OSError:  # not remembered: the next time there may be a descriptor to read it with
+        return ""
+
+
+@functools.cache
+def _boot_id() -> str:
     if sys.platform == "darwin":
         import subprocess
 
         command = ["/usr/sbin/sysctl", "-n", "kern.bootsessionuuid"]
         try:
             return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-        except (OSError, subprocess.SubprocessError):
+        except subprocess.SubprocessError:
             return ""
-    try:
-        with open("/proc/sys/kernel/random/boot_id", "rb") as file:
-            return file.read().decode().strip()
-    except OSError:
-        return ""
+    with open("/proc/sys/kernel/random/boot_id", "rb") as file:
+        return file.read().decode().strip()

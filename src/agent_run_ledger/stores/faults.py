@@ -1,4 +1,4 @@
-"""What SQLite's error codes mean for the user of a ledger: one function from its errors to ours."""
+"""What the errors of SQLite and of the system mean for the user of a ledger: one function from theirs to ours."""
 
 from __future__ import annotations
 
@@ -22,19 +22,29 @@ _READONLY_DBMOVED = 8 | (4 << 8)
 _SAYS_NOTHING_WAS_WRITTEN = frozenset({1, _PERM, _BUSY, _LOCKED, _READONLY, _CONSTRAINT, _AUTH, 18, 20, 25})
 
 
-def code(error: sqlite3.Error) -> int:
-    """SQLite's primary result code; 0 where the error is Python's own."""
+def code(error: sqlite3.Error | OSError) -> int:
+    """SQLite's primary result code; 0 where the error is Python's own or the system's."""
     return getattr(error, "sqlite_errorcode", 0) & 0xFF
 
 
-def leaves_doubt(error: sqlite3.Error) -> bool:
+def is_refused(error: sqlite3.Error | OSError) -> bool:
+    """Whether a rule of the schema forbade it: then nothing was written now, and it may stand there already."""
+    return code(error) == _CONSTRAINT
+
+
+def leaves_doubt(error: sqlite3.Error | OSError) -> bool:
     """Whether a transaction that failed so may have been written all the same: it has to be looked up."""
     return code(error) not in _SAYS_NOTHING_WAS_WRITTEN
 
 
-def named(error: sqlite3.Error, path: str) -> StoreError:
+def named(error: sqlite3.Error | OSError, path: str) -> StoreError:
     """The error of ours that says what `error` means for the ledger at `path`, and what to do."""
     said = str(error)
+    if isinstance(error, OSError):
+        return StoreUnavailable(
+            f"the system refused what the database {path!r} needs ({said}); what was not acknowledged may not be written. "
+            "Look after the disk and the limits of this process, then call again."
+        )
     match code(error):
         case 5 | 6:
             return StoreBusy(

@@ -2,44 +2,64 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import functools
 import os
 import sys
 import time
+from collections.abc import Callable
 
 from agent_run_ledger.errors import StoreBusy, StoreReadOnly, StoreUnavailable
 
 if sys.platform == "win32":
     import msvcrt
 
-    def try_lock(fd: int) -> bool:
-        """Lock the open file, unless somebody has it."""
+    _HELD_ELSEWHERE = (errno.EACCES, errno.EDEADLK)
+
+    def try_lock(fd: int, path: str) -> bool:
+        """Lock the open file, unless somebody has it. Raises `StoreUnavailable` where the system gives no locks."""
         try:
             msvcrt.locking(fd, msvcrt.LK_NBLCK, 1)
-        except OSError:
-            return False
+        except OSError as error:
+            if error.errno in _HELD_ELSEWHERE:
+                return False
+            raise StoreUnavailable(_no_locks(path, error)) from error
         return True
 
-    def unlock(fd: int) -> None:
-        """Give the lock back."""
-        os.lseek(fd, 0, os.SEEK_SET)
-        msvcrt.locking(fd, msvcrt.LK_UNLCK, 1)
+    def unlocking(fd: int) -> Callable[[], object]:
+        """What gives the lock back, and does nothing where it is not held."""
+
+        def unlock() -> None:
+            with contextlib.suppress(PermissionError):  # it is not held
+                msvcrt.locking(fd, msvcrt.LK_UNLCK, 1)
+
+        return unlock
 
 else:
     import fcntl
 
     _TRY = fcntl.LOCK_EX | fcntl.LOCK_NB
 
-    def try_lock(fd: int) -> bool:
-        """Lock the open file, unless somebody has it. The lock belongs to this opening of it, not to the process."""
+    def try_lock(fd: int, path: str) -> bool:
+        """Lock the open file, unless somebody has it. Raises `StoreUnavailable` where the system gives no locks.
+
+        The lock belongs to this opening of the file, not to the process.
+        """
         try:
             fcntl.flock(fd, _TRY)
         except BlockingIOError:
             return False
+        except OSError as error:
+            raise StoreUnavailable(_no_locks(path, error)) from error
         return True
 
-    def unlock(fd: int) -> None:
-        """Give the lock back."""
-        fcntl.flock(fd, fcntl.LOCK_UN)
+    def unlocking(fd: int) -> Callable[[], object]:
+        """What gives the lock back, and does nothing where it is not held: a call into C, which nothing interrupts."""
+        return functools.partial(fcntl.flock, fd, fcntl.LOCK_UN)
+
+
+def _nothing() -> None: ...
 
 
 class WriteLock:
@@ -49,34 +69,29 @@ class WriteLock:
     lock that cannot happen. It is also the queue of the writers, so that SQLite's own busy handler is hardly ever needed.
     """
 
-    __slots__ = ("_fd", "_path", "busy_seconds")
+    __slots__ = ("_fd", "_path", "busy_seconds", "release")
+
+    release: Callable[[], object]
+    """Give the lock back; nothing happens where it is not held, so it may stand in the `finally` of its `acquire`."""
 
     def __init__(self, path: str, busy_seconds: float) -> None:
         self._path = path
         self._fd = -1
         self.busy_seconds = busy_seconds
+        self.release = _nothing
 
     def acquire(self) -> None:
-        """Wait for the lock, at most `busy_seconds`; `StoreBusy` after that."""
+        """Wait for the lock, at most `busy_seconds`; `StoreBusy` after that. Who has it already keeps it."""
         if self._fd < 0:
-            self._fd = self._open()
-        if not try_lock(self._fd):
+            fd = self._open()
+            self.release = unlocking(fd)
+            self._fd = fd
+        if not try_lock(self._fd, self._path):
             self._wait()
-
-    def release(self) -> None:
-        """Give the lock back."""
-        if self._fd >= 0:
-            unlock(self._fd)
-
-    def try_acquire(self) -> bool:
-        """Take the lock if nobody has it."""
-        if self._fd < 0:
-            self._fd = self._open()
-        return try_lock(self._fd)
 
     def close(self) -> None:
         """Let go of the file without unlocking it: an unlock in a forked child would drop its parent's lock."""
-        fd, self._fd = self._fd, -1
+        fd, self._fd, self.release = self._fd, -1, _nothing
         if fd >= 0:
             os.close(fd)
 
@@ -86,7 +101,7 @@ class WriteLock:
         except PermissionError as error:
             raise StoreReadOnly(_cannot_lock(self._path, error)) from error
         except OSError as error:
-            if error.errno == 30:  # EROFS
+            if error.errno == errno.EROFS:
                 raise StoreReadOnly(_cannot_lock(self._path, error)) from error
             raise StoreUnavailable(_cannot_lock(self._path, error)) from error
 
@@ -95,7 +110,7 @@ class WriteLock:
         pause = 0.000_05
         while time.monotonic() < give_up:
             time.sleep(pause)
-            if try_lock(self._fd):
+            if try_lock(self._fd, self._path):
                 return
             pause = min(pause * 1.5, 0.005)
         raise StoreBusy(
@@ -108,4 +123,11 @@ def _cannot_lock(path: str, error: OSError) -> str:
     return (
         f"the lock file {path!r} cannot be opened ({error.strerror}), and without it nothing is written; nothing was "
         "changed. Make the folder and the file writable for this user, or open the ledger read-only."
+    )
+
+
+def _no_locks(path: str, error: OSError) -> str:
+    return (
+        f"the system gives no lock on {path!r} ({error.strerror}), and without it nothing is written; nothing was changed. "
+        "Call again; if it stays so, put the database on a local disk."
     )

@@ -78,6 +78,8 @@ class MemoryStore:
     def append(self, run_id: str, token: int, inbox: int, rows: Sequence[Row], *, synced: bool) -> bool:
         with self._mutex:
             run = self._fenced(run_id, token)
+            if rows and run.rows[rows[0].seq - 1 :][: len(rows)] == list(rows):
+                return True
             if len(run.requests) != inbox:
                 return False
             _refuse_gaps(run.rows, rows)

@@ -22,23 +22,6 @@ _REMOTE = re.compile(
 )
 
 
-class Grave:
-    """The lock of an owner that is dead."""
-
-    def __init__(self, fd: int, path: str) -> None:
-        self._fd = fd
-        self._path = path
-
-    def bury(self) -> None:
-        """Remove the file under its lock, once no run is left that this owner has."""
-        _unlink(self._path)
-        os.close(self._fd)
-
-    def leave(self) -> None:
-        """Leave the file to the next who looks."""
-        os.close(self._fd)
-
-
 class Owners:
     """The owner files of one database: `<database>.owners/<owner id>`.
 
@@ -48,6 +31,9 @@ class Owners:
 
     def __init__(self, database: str) -> None:
         self.folder = database + ".owners"
+        self.dead: str | None = None
+        """The owner whose grave is open: dead, and nobody can take its place until the grave is closed."""
+        self._grave = -1
         self._held: dict[str, int] = {}
 
     def hold(self, owner: str) -> None:
@@ -58,10 +44,13 @@ class Owners:
         pause = 0.000_2
         while pause < _LONGEST_PAUSE_SECONDS:
             fd = self._open(path, os.O_CREAT)
-            if try_lock(fd) and _stands_at(fd, path):
-                self._held[owner] = fd
-                return
-            os.close(fd)
+            try:
+                if try_lock(fd, path) and _stands_at(fd, path):
+                    self._held[owner] = fd
+                    return
+            finally:
+                if owner not in self._held:
+                    os.close(fd)
             time.sleep(pause)  # it may only be somebody who buries a former owner of this id
             pause *= 2
         raise StoreError(
@@ -74,39 +63,56 @@ class Owners:
         """The owners whose lock this store holds."""
         return frozenset(self._held)
 
-    def prove_death(self, owner: str) -> Grave | None:
-        """The grave of `owner` if the kernel proves that it is dead: nobody can take its place until the grave is closed.
+    def prove_death(self, owner: str) -> bool:
+        """Open the grave of `owner` if the kernel proves that it is dead; end with `bury` or `leave`.
 
         Believe it only for a lease of this boot, and where `is_local`.
         """
+        self.leave()
         path = self._path(owner)
         try:
-            fd = os.open(path, os.O_RDWR | getattr(os, "O_CLOEXEC", 0))
-        except OSError:
-            return None
-        if try_lock(fd) and _stands_at(fd, path):
-            return Grave(fd, path)
-        os.close(fd)
-        return None
+            self._grave = os.open(path, os.O_RDWR | getattr(os, "O_CLOEXEC", 0))
+            if try_lock(self._grave, path) and _stands_at(self._grave, path):
+                self.dead = owner
+                return True
+        except (OSError, StoreUnavailable):
+            pass  # what cannot be locked proves nothing
+        self.leave()
+        return False
+
+    def bury(self) -> None:
+        """Remove the file of the dead owner under its lock, once no run is left that this owner has."""
+        if self.dead is not None:
+            _unlink(self._path(self.dead))
+        self.leave()
+
+    def leave(self) -> None:
+        """Close the grave, if one is open; a file that still stands is left to the next who looks."""
+        fd, self._grave, self.dead = self._grave, -1, None
+        if fd >= 0:
+            os.close(fd)
 
     def is_local(self) -> bool:
         """Whether the database lies on a disk of this machine, so that the locks of its owners prove something."""
-        return _is_local(self.folder)
+        try:
+            return _is_local(self.folder)
+        except OSError:
+            return False
 
     def close(self, *, remove: bool) -> None:
         """Let go of every owner file; `remove` them where no run is left that somebody could want to prove free."""
-        for owner, fd in self._held.items():
+        for owner, fd in list(self._held.items()):
             if remove:
                 _unlink(self._path(owner))
-            os.close(fd)
-        self._held.clear()
+            with contextlib.suppress(OSError):
+                del self._held[owner]  # nothing is called between this and the close, so no interrupt comes there
+                os.close(fd)
+        self.leave()
 
     def abandon(self) -> list[str]:
         """In a forked child: close the copies of the descriptors and never unlock, which would drop the parent's locks."""
         owners = list(self._held)
-        for fd in self._held.values():
-            os.close(fd)
-        self._held.clear()
+        self.close(remove=False)
         return owners
 
     def _path(self, owner: str) -> str:
@@ -134,10 +140,9 @@ class Owners:
 
 def _stands_at(fd: int, path: str) -> bool:
     try:
-        there = os.stat(path)
+        here, there = os.fstat(fd), os.stat(path)
     except OSError:
         return False
-    here = os.fstat(fd)
     return (here.st_dev, here.st_ino) == (there.st_dev, there.st_ino)
 
 
@@ -150,11 +155,8 @@ def _unlink(path: str) -> None:
 def _is_local(folder: str) -> bool:
     if sys.platform == "darwin":
         return _is_local_on_macos(folder)
-    try:
-        with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as file:
-            mounts = file.read()
-    except OSError:
-        return False
+    with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as file:
+        mounts = file.read()
     kind = file_system_of(folder, mounts)
     return kind is not None and _REMOTE.fullmatch(kind) is None
 

@@ -16,6 +16,9 @@ APPLICATION_ID = 0x41524C31
 SCHEMA_VERSION = 1
 """The number of the last file in `migrations`."""
 
+OBJECTS = "SELECT type || ' ' || name, sql FROM sqlite_master WHERE sql IS NOT NULL AND name NOT LIKE 'sqlite_%'"
+"""Asks a database for the names and the SQL of its tables, indexes, triggers and views."""
+
 _LOG_LIMIT_BYTES = 8 * 1024 * 1024
 _FULL = 2
 
@@ -54,7 +57,7 @@ class Database:
             except BaseException:
                 connection.close()
                 raise
-        except sqlite3.Error as error:
+        except (sqlite3.Error, OSError) as error:
             raise named(error, self.path) from error
         return connection
 
@@ -80,19 +83,22 @@ class Database:
             except BaseException:
                 connection.close()
                 raise
-        except sqlite3.Error as error:
+        except (sqlite3.Error, OSError) as error:
             raise named(error, self.path) from error
         return connection
 
     def expected_objects(self) -> dict[str, str]:
         """The SQL of every table, index, trigger and view that a ledger of this version has, by name."""
-        connection = sqlite3.connect(":memory:", isolation_level=None)
         try:
-            for script in self._scripts():
-                connection.executescript(script)
-            return objects(connection)
-        finally:
-            connection.close()
+            connection = sqlite3.connect(":memory:", isolation_level=None)
+            try:
+                for script in self._scripts():
+                    connection.executescript(script)
+                return objects(connection)
+            finally:
+                connection.close()
+        except (sqlite3.Error, OSError) as error:
+            raise named(error, self.path) from error
 
     def _connect(self, name: str, *, uri: bool) -> sqlite3.Connection:
         return sqlite3.connect(
@@ -127,8 +133,8 @@ class Database:
             if not os.path.exists(self.path + ".lock"):
                 raise
             # One of us may be making this file at this moment, and a half-made one looks like anything: look again when he is done.
-            self._lock.acquire()
             try:
+                self._lock.acquire()
                 self._glance()
             finally:
                 self._lock.release()
@@ -200,8 +206,8 @@ class Database:
             )
 
     def _bring_up_to_date(self, connection: sqlite3.Connection) -> None:
-        self._lock.acquire()
         try:
+            self._lock.acquire()
             # Looked at again: while we waited for the lock another process may have done it.
             version = 0 if self._is_new(connection) else self._known_version(connection)
             if version == self._version:
@@ -213,7 +219,7 @@ class Database:
             try:
                 stamp = f"PRAGMA application_id={APPLICATION_ID}; PRAGMA user_version={self._version};"
                 connection.executescript("\n".join(["BEGIN IMMEDIATE;", *scripts, stamp, "COMMIT;"]))
-            except sqlite3.Error:
+            except BaseException:
                 if connection.in_transaction:
                     connection.rollback()
                 raise
@@ -221,8 +227,8 @@ class Database:
             self._lock.release()
 
     def _set_wal(self, connection: sqlite3.Connection) -> None:
-        self._lock.acquire()
         try:
+            self._lock.acquire()
             (mode,) = connection.execute("PRAGMA journal_mode=WAL").fetchone()
         finally:
             self._lock.release()
@@ -258,8 +264,7 @@ class Database:
 
 def objects(connection: sqlite3.Connection) -> dict[str, str]:
     """The SQL of every table, index, trigger and view of a database, by name."""
-    statement = "SELECT type || ' ' || name, sql FROM sqlite_master WHERE sql IS NOT NULL AND name NOT LIKE 'sqlite_%'"
-    return dict(connection.execute(statement))
+    return dict(connection.execute(OBJECTS))
 
 
 def _uri(path: str, parameter: str) -> str:

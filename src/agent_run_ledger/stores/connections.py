@@ -1,0 +1,253 @@
+"""The connections to one SQLite file: one that writes, one that reads beside it, and the locks that each is used under."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from agent_run_ledger.errors import StoreError, StoreReadOnly, StoreUnavailable
+from agent_run_ledger.stores.faults import leaves_doubt, named
+from agent_run_ledger.stores.filelock import WriteLock
+from agent_run_ledger.stores.schema import Database
+
+NORMAL, FULL = 1, 2
+"""How a commit is synced: with the next checkpoint, or before it is done."""
+PAGE_BYTES = 4096
+
+_UNKNOWN = 0
+_PAGES_PER_COMMIT = 3  # the leaf of the table, the leaf of its index, and now and then a page above them
+_LOG_PAGES = 1000  # a longer log makes every commit slower: 2 x at 40,000 pages
+_FORK_WAIT_SECONDS = 5.0
+_never_closed: list[sqlite3.Connection] = []
+
+T = TypeVar("T")
+
+
+class Connections:
+    """The writer, the reader and their locks. Connections never cross a fork.
+
+    A KeyboardInterrupt can come at every call of a Python function and after every call into C, and must leave no lock
+    held and no transaction open. So whatever is taken is taken inside the `try` that gives it back, and what gives it
+    back is a call into C that comes first there: a context manager written in Python would be interrupted before its
+    first line.
+    """
+
+    def __init__(
+        self, path: str, busy_seconds: float, *, read_only: bool = False, migrations: Sequence[str] | None = None
+    ) -> None:
+        self.path = path
+        self.read_only = read_only
+        self.lock = WriteLock(path + ".lock", busy_seconds)
+        self.database = Database(path, self.lock, busy_seconds, migrations)
+        self.mutex = threading.Lock()
+        self.writer: sqlite3.Connection | None = None
+        self.log_pages = 0
+        self.is_closed = False
+        self._level = _UNKNOWN
+        self._reader_mutex = threading.Lock()
+        self._reader: sqlite3.Connection | None = None
+        self._stood_still: list[bool] = []
+        self._was_torn = False
+
+    def open(self) -> None:
+        """Open what a store of this kind needs first, so that what is wrong with the file is told at once."""
+        if self.read_only:
+            self._reader = self.database.open_reader(is_alone=True)
+        else:
+            self.ready()
+
+    # --- writing ------------------------------------------------------------------------------------------------------
+
+    def ready(self) -> sqlite3.Connection:
+        """The writer, under the mutex, with no transaction open; opened anew where a failure or a fork left none."""
+        writer = self.writer
+        if writer is not None:
+            try:
+                if (
+                    writer.in_transaction
+                ):  # nothing that was said to be written is in it, and nothing may be built on it
+                    writer.rollback()
+                return writer
+            except sqlite3.Error:
+                self.drop()
+        self._refuse_if_closed()
+        if self.read_only:
+            raise StoreReadOnly(f"the ledger {self.path!r} was opened read-only; nothing was written.")
+        self._level = _UNKNOWN
+        self.log_pages = _LOG_PAGES if self._log_is_long() else 0
+        self.writer = self.database.open_writer()
+        return self.writer
+
+    def under_lock(self, level: int, work: Callable[[sqlite3.Connection], T]) -> T:
+        """Do `work` under the lock file, with every commit in it synced as `level` says. Under the mutex."""
+        db = self.ready()
+        lock = self.lock
+        try:
+            lock.acquire()
+            if level != self._level:
+                self._level = _UNKNOWN
+                db.execute(f"PRAGMA synchronous={level}")
+                self._level = level
+            return work(db)
+        finally:
+            lock.release()
+
+    def transact(self, level: int, work: Callable[[sqlite3.Connection], T]) -> T:
+        """Do `work` in one transaction under the lock file, all or nothing. Under the mutex."""
+
+        def all_or_nothing(db: sqlite3.Connection) -> T:
+            try:
+                db.execute("BEGIN IMMEDIATE")
+                answer = work(db)
+                db.execute("COMMIT")
+            except BaseException:
+                if db.in_transaction:
+                    db.rollback()
+                raise
+            self.mind_the_log(db)
+            return answer
+
+        return self.under_lock(level, all_or_nothing)
+
+    def write(self, level: int, work: Callable[[sqlite3.Connection], T]) -> T:
+        """Take the mutex for one transaction that its caller can simply do again when it fails."""
+        with self.mutex:
+            try:
+                return self.transact(level, work)
+            except (sqlite3.Error, OSError) as error:
+                raise self.failed(error) from error
+
+    def mind_the_log(self, db: sqlite3.Connection, payload_bytes: int = 0) -> None:
+        """Count what was committed, under the lock file, and empty the log when it is long."""
+        self.log_pages += _PAGES_PER_COMMIT + payload_bytes // PAGE_BYTES
+        if self.log_pages > _LOG_PAGES:
+            self.log_pages = 0
+            with suppress(sqlite3.Error):  # what was committed stands in the log; the next time it is tried again
+                _empty_log(db)
+
+    def is_emptied(self) -> bool:
+        """After a failed sync what reads back may be nowhere but in memory: only a synced copy in the file counts."""
+        return self.under_lock(FULL, _empty_log)
+
+    # --- reading ------------------------------------------------------------------------------------------------------
+
+    def ask(self, statement: str, *values: object) -> list[Any]:
+        """All rows of a query. By the writer where it has nothing to do: a second connection would cost its opening."""
+        taken: list[bool] = []
+        try:
+            try:
+                if not self.read_only:  # one call into C tries the mutex and writes down whether it has it
+                    taken.extend(map(self.mutex.acquire, (False,)))
+                if True in taken:
+                    return self.ready().execute(statement, values).fetchall()
+            finally:
+                if True in taken:
+                    self.mutex.release()
+            with self._reader_mutex:
+                if self._reader is None:
+                    self._refuse_if_closed()
+                    self._reader = self.database.open_reader(is_alone=self.read_only)
+                return self._reader.execute(statement, values).fetchall()
+        except (sqlite3.Error, OSError) as error:
+            raise named(error, self.path) from error
+
+    # --- when something fails -----------------------------------------------------------------------------------------
+
+    def failed(self, error: sqlite3.Error | OSError) -> StoreError:
+        """What `error` means, under the mutex: after a failure in which nothing is known the writer is not used again."""
+        if leaves_doubt(error):
+            self.drop()
+        return named(error, self.path)
+
+    def drop(self) -> None:
+        """Close the writer, under the mutex and the lock file: the last connection to a file empties the log.
+
+        Whoever else has the lock has the file open, so then ours is not the last one and can be closed without it.
+        """
+        try:
+            if not self.read_only:  # who cannot write empties no log, and makes no lock file either
+                with suppress(StoreError):
+                    self.lock.acquire()
+            if self.writer is not None:
+                self.writer.close()
+                self.writer = None
+        finally:
+            try:
+                self.lock.release()
+            except OSError:
+                self.lock.close()  # and the lock goes with it
+
+    def _refuse_if_closed(self) -> None:
+        if self.is_closed:
+            raise StoreUnavailable(f"the ledger {self.path!r} is closed; nothing was done. Open it anew.")
+        if self._was_torn:
+            raise StoreUnavailable(
+                f"this process was forked while another thread was writing to {self.path!r}, so the ledger cannot be used "
+                "here; nothing was done. Open the ledger in the child."
+            )
+
+    def _log_is_long(self) -> bool:
+        try:
+            return os.stat(self.path + "-wal").st_size > 2 * _LOG_PAGES * PAGE_BYTES
+        except OSError:
+            return False
+
+    # --- the end, and forks -------------------------------------------------------------------------------------------
+
+    def close(self, wait_seconds: float, give_back: Callable[[], None]) -> None:
+        """`give_back` what the store has, with no wait longer than `wait_seconds`, and close all. Does so once."""
+        with self.mutex, self._reader_mutex:
+            if self.is_closed:
+                return
+            self.lock.busy_seconds = wait_seconds
+            if self.writer is not None:
+                with suppress(sqlite3.Error):
+                    self.writer.execute(f"PRAGMA busy_timeout={int(wait_seconds * 1000)}")
+            give_back()
+            self._close_both()
+            self.lock.close()
+            self.is_closed = True  # last, so that who was interrupted can close again
+
+    def _close_both(self) -> None:
+        reader, self._reader = self._reader, None
+        if reader is not None:
+            reader.close()  # it cannot write, so it empties no log
+        if self.writer is not None:
+            self.drop()
+
+    def before_fork(self) -> None:
+        """Stand still and close the connections: SQLite's own book of locks must not be copied into the child."""
+        for mutex in (self.mutex, self._reader_mutex):
+            self._stood_still.extend(map(mutex.acquire, (True,), (_FORK_WAIT_SECONDS,)))
+        if self._is_still() and not self.is_closed:
+            self._close_both()
+
+    def after_fork_in_parent(self) -> None:
+        """Go on."""
+        stood_still, self._stood_still = self._stood_still, []
+        for mutex, is_ours in zip((self.mutex, self._reader_mutex), stood_still, strict=False):
+            if is_ours:
+                mutex.release()
+
+    def after_fork_in_child(self) -> None:
+        """Go on with mutexes and files of one's own, or never again, where a thread that is not here was using them."""
+        if not self._is_still():
+            self._was_torn = True
+            _never_closed.extend(filter(None, (self.writer, self._reader)))
+            self.writer = self._reader = None
+        self._stood_still = []
+        self.mutex, self._reader_mutex = threading.Lock(), threading.Lock()
+        self.lock.close()
+
+    def _is_still(self) -> bool:
+        return self._stood_still == [True, True]
+
+
+def _empty_log(db: sqlite3.Connection) -> bool:
+    """Copy what the log holds into the file, both synced; whether nothing is left in it."""
+    _, pages, copied = db.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
+    return bool(pages == copied)
