@@ -382,6 +382,15 @@ def test_a_damaged_row_stops_no_command_and_is_found(shell: Shell, db: Path, seq
     assert shell("--db", db, "doctor")[0] == 1
 
 
+def test_a_damaged_run_is_no_parked_one(shell: Shell, db: Path) -> None:
+    tampered(db, "UPDATE entries SET body = x'00' WHERE run_id = 'november' AND seq = 1")
+    assert shell("--db", db, "runs", "--status", "BLOCKED") == (0, "no run is BLOCKED\n", "")
+    assert "cannot be read" in shell("--db", db, "runs")[1]
+    assert "1 COMPLETED, 1 that cannot be read" in shell("--db", db, "doctor")[1]
+    shown = shell("--db", db, "show", "november")
+    assert (shown[0], "waits for its program" in shown[1]) == (1, False)
+
+
 def test_a_damaged_payload_stops_no_command_and_is_found(shell: Shell, db: Path) -> None:
     tampered(
         db, "UPDATE entries SET payload = x'fe' WHERE run_id = 'november' AND kind IN ('outcome', 'intent', 'created')"

@@ -14,16 +14,22 @@ from agent_run_ledger import (
     BudgetExceededException,
     Effect,
     IntentDrift,
+    InvalidArguments,
+    InvalidPipeline,
     LeaseLost,
+    LedgerError,
+    Reentered,
     RetryPolicy,
     RunClosed,
     RunInputMismatch,
+    RunNotFound,
     RunOwned,
     Step,
     StepFailed,
     StepInDoubt,
     StoreFull,
     StoreUnavailable,
+    UnserialisableArguments,
     UnserialisableOutput,
 )
 from support.ledgers import KINDS, Bench, Died, Tool, never, raising
@@ -309,3 +315,138 @@ def test_an_interrupt_right_behind_the_intent_leaves_the_run_usable(bench: Bench
     assert ledger.execute_step(RUN, "b", {}, lambda: 2) == 2
     assert [step.state for step in ledger.steps(RUN)] == ["FAILED", "COMPLETED"]
     ledger.finish_run(RUN)
+
+
+class Timeout(Exception):
+    """What a client library that nobody here knows calls its timeouts."""
+
+
+class Answer(Exception):
+    def __init__(self, status: int) -> None:
+        super().__init__(f"the server said {status}")
+        self.response = type("Response", (), {"status_code": status})()
+
+
+def wrapped(error: Exception) -> Any:
+    """A tool that raises an error of its own for one that it met."""
+
+    def tool() -> None:
+        try:
+            raise error
+        except Exception as met:
+            raise RuntimeError("the payment did not work") from met
+
+    return tool
+
+
+@pytest.mark.parametrize("error", [Timeout(), Answer(503), ConnectionResetError(), TimeoutError()], ids=repr)
+@pytest.mark.parametrize("hides", [True, False], ids=["wrapped", "bare"])
+def test_a_mutation_that_failed_without_saying_whether_it_took_effect_is_never_sent_again(
+    bench: Bench, error: Exception, hides: bool
+) -> None:
+    ledger = bench.open()
+    ledger.create_run(GOAL, RUN)
+    tool = wrapped(error) if hides else raising(error)
+    options: Any = {"effect": Effect.MUTATE, "retry": RetryPolicy(base=0.0)}
+    with pytest.raises(StepInDoubt):
+        ledger.execute_step(RUN, "pay", {}, tool, **options)
+    bench.owners_die()
+    again = bench.open()
+    again.create_run(GOAL, RUN)
+    with pytest.raises(StepInDoubt):
+        again.execute_step(RUN, "pay", {}, never, **options)
+
+
+@pytest.mark.parametrize("error", [Answer(404), ConnectionRefusedError(), ValueError()], ids=repr)
+def test_a_mutation_that_surely_took_no_effect_may_be_tried_again(bench: Bench, error: Exception) -> None:
+    ledger = bench.open()
+    ledger.create_run(GOAL, RUN)
+    tool = Tool(error, "paid")
+    assert ledger.execute_step(RUN, "pay", {}, tool, effect=Effect.MUTATE, retry=RetryPolicy(base=0.0)) == "paid"
+
+
+def test_a_function_that_can_take_all_arguments_by_name_is_given_them(bench: Bench) -> None:
+    ledger = bench.open()
+    ledger.create_run(GOAL, RUN)
+
+    def search(query: str = "", limit: int = 5) -> list[Any]:
+        return [query, limit]
+
+    assert ledger.execute_step(RUN, "search", {"query": "x", "limit": 50}, search) == ["x", 50]
+    assert ledger.execute_step(RUN, "search", {"limit": 7}, search) == ["", 7]
+    assert ledger.execute_step(RUN, "bare", {"other": 1}, lambda limit=3: limit) == 3
+
+
+def test_a_wait_is_never_longer_than_it_was_drawn_whatever_the_wall_clock_does(bench: Bench) -> None:
+    ledger = bench.open()
+    ledger.create_run(GOAL, RUN)
+    bench.clock.advance(1_000_000_000.0)
+
+    def set_back() -> None:
+        bench.clock._now -= 900_000_000.0
+        raise ValueError("no")
+
+    tool = Tool(set_back, "yes")
+    assert ledger.execute_step(RUN, "t", {}, tool, retry=RetryPolicy(base=4.0, cap=4.0)) == "yes"
+    assert sum(bench.clock.sleeps) <= 4.0
+
+
+def test_a_generator_function_is_refused_before_anything_happens(bench: Bench) -> None:
+    def chunks() -> Iterator[int]:
+        yield 1
+
+    ledger = bench.open()
+    ledger.create_run(GOAL, RUN)
+    with pytest.raises(InvalidArguments, match="generator function"):
+        ledger.execute_step(RUN, "t", {}, chunks)
+    with pytest.raises(InvalidPipeline, match="generator function"):
+        Step("t", chunks)
+    assert bench.kinds(RUN) == ["created"]
+
+
+def test_a_step_registered_without_parentheses_is_refused(bench: Bench) -> None:
+    pipeline = bench.pipeline("pp")
+    with pytest.raises(InvalidPipeline, match="parentheses"):
+        pipeline.step(lambda: 1)  # type: ignore[arg-type]
+
+
+def test_a_run_that_cannot_be_finished_is_parked_and_given_back(bench: Bench) -> None:
+    def program() -> None:
+        with bench.open().open_run(GOAL, RUN) as run:
+            run.result = float("nan")
+
+    with pytest.raises(UnserialisableArguments, match="the result cannot be stored"):
+        program()
+    assert bench.open().get_run(RUN).status == "BLOCKED"
+    assert bench.open().resume_run(RUN) == []
+
+
+def test_detaching_a_run_that_does_not_exist_says_so(bench: Bench) -> None:
+    with pytest.raises(RunNotFound):
+        bench.open().detach("nobody's")
+
+
+def test_a_signal_handler_that_calls_the_ledger_inside_of_itself_gets_an_error_and_hangs_nobody(bench: Bench) -> None:
+    ledger = bench.open()
+    ledger.create_run(GOAL, RUN)
+    seen: list[BaseException] = []
+    now = bench.clock.now
+
+    def handler() -> float:
+        """What a signal handler does that comes in the middle of a decision, which asks for the time."""
+        bench.clock.now = now  # type: ignore[method-assign]
+        for call in (
+            lambda: ledger.execute_step(RUN, "inner", {}, never),
+            lambda: ledger.finish_run(RUN),
+            lambda: ledger.cancel(RUN),
+        ):
+            try:
+                call()
+            except LedgerError as error:
+                seen.append(error)
+        return now()
+
+    bench.clock.now = handler  # type: ignore[method-assign]
+    assert ledger.execute_step(RUN, "outer", {}, lambda: 1) == 1
+    assert [type(error) for error in seen] == [Reentered, Reentered, Reentered]
+    assert bench.kinds(RUN) == ["created", "intent", "outcome"]

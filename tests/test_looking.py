@@ -204,6 +204,34 @@ def test_a_damaged_run_stands_where_its_last_readable_entry_says(db: Path) -> No
         assert [run.status for run in ledger.runs()] == ["CHECKPOINTED", "PENDING"]
 
 
+ODD = {"nothing": None, "number": -1.5, "bytes": b"\x00\xff", "nested": b"[" * 100_000, "text": '{"goal":[]}'}
+
+
+@pytest.mark.parametrize("value", ODD.values(), ids=ODD)
+@pytest.mark.parametrize(
+    ("table", "column"),
+    [
+        *(("entries", name) for name in ("kind", "position", "attempt", "body", "roots", "payload", "digest", "fingerprint", "encoding")),
+        *(("runs", name) for name in ("owner", "fencing_token", "inbox", "note")),
+        ("secrets", "secret"),
+    ],
+)  # fmt: skip
+def test_whatever_stands_in_a_column_hides_no_other_run(db: Path, table: str, column: str, value: object) -> None:
+    with sqlite3.connect(db, isolation_level=None) as connection:
+        connection.execute("PRAGMA ignore_check_constraints=1")
+        for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'trigger'").fetchall():
+            connection.execute(f"DROP TRIGGER {name}")
+        # a column that may not hold nothing stays as it is
+        connection.execute(f"UPDATE OR IGNORE {table} SET {column} = ? WHERE run_id = 'october'", (value,))
+    connection.close()
+    with AgentRunLedger.open_read_only(db) as ledger:
+        october, november = ledger.runs()
+        assert (october.run_id, november.run_id, november.is_damaged) == ("october", "november", False)
+        assert ledger.inspect("october").steps == ledger.steps("october")
+        assert not ledger.is_waiting(october)
+        assert "november" not in {finding.run_id for finding in ledger.verify().findings}
+
+
 # --- the file ---------------------------------------------------------------------------------------------------------
 
 

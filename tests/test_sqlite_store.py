@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import hashlib
 import json
 import os
@@ -30,7 +32,8 @@ from agent_run_ledger.errors import (
     StoreReadOnly,
     StoreUnavailable,
 )
-from agent_run_ledger.stores import open_store, schema
+from agent_run_ledger.stores import clock as clock_module
+from agent_run_ledger.stores import open_store, owners, schema
 from agent_run_ledger.stores.filelock import WriteLock
 from agent_run_ledger.stores.owners import file_system_of
 from agent_run_ledger.stores.sqlite import SqliteStore
@@ -1179,6 +1182,133 @@ def test_a_commit_that_failed_is_looked_up_and_counts_if_it_is_there(
         assert store._files.writer is not failing
     assert store.read("r", 1) == rows
     assert store.append("r", token, 0, [a_row(2 + len(rows))], synced=synced)
+
+
+@pytest.mark.parametrize("rows", [[a_row(2)], [a_row(2), a_row(3, payload=b"x" * 100_000)]])
+@pytest.mark.parametrize("synced", [True, False])
+def test_what_was_written_and_could_not_be_looked_up_can_be_appended_again_as_it_was(
+    store: SqliteStore, monkeypatch: pytest.MonkeyPatch, rows: list[Row], synced: bool
+) -> None:
+    token = create(store)
+    statement = "COMMIT" if len(rows) > 1 else "INTO entries"
+    failing: Any = Failing(store._files.ready(), 10, after=True, statement=statement)
+    store._files.writer = failing
+
+    def fail() -> sqlite3.Connection:
+        raise StoreUnavailable("the disk is gone for a moment")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store._files.database, "open_writer", fail)
+        with pytest.raises(StoreUnavailable, match="may not be written"):
+            store.append("r", token, 0, rows, synced=synced)
+    assert store.append("r", token, 0, rows, synced=synced) is True
+    assert store.read("r", 1) == rows
+    assert store.append("r", token, 0, [a_row(2 + len(rows))], synced=synced)
+
+
+def test_rows_that_stand_there_count_as_synced_only_when_they_are_copied_into_the_file(
+    store: SqliteStore, path: Path
+) -> None:
+    token = create(store)
+    with look(path) as db:
+        db.execute("BEGIN")
+        db.execute("SELECT * FROM entries").fetchall()  # who reads an older state keeps the log from being copied
+        assert store.append("r", token, 0, [a_row(2)], synced=False)
+        assert store.append("r", token, 0, [a_row(2)], synced=False) is True
+        with pytest.raises(StoreUnavailable, match="are written, but it is not known"):
+            store.append("r", token, 0, [a_row(2)], synced=True)
+    assert store.append("r", token, 0, [a_row(2)], synced=True) is True
+
+
+def verbs(store: SqliteStore, token: int) -> list[Any]:
+    return [
+        lambda: store.create("s", "b", 30.0, SECRET, [a_row(1)]),
+        lambda: store.claim("r", "c", 30.0),
+        lambda: store.renew("r", token, 30.0),
+        lambda: store.release("r", token),
+        lambda: store.append("r", token, 0, [a_row(2)], synced=True),
+        lambda: store.append("r", token, 0, [a_row(2), a_row(3)], synced=True),
+        lambda: store.post("r", "cancel", b"", "me", 1.0),
+        lambda: store.annotate("r", token, "x"),
+    ]
+
+
+@pytest.mark.parametrize("code", [errno.ENOLCK, errno.EIO, errno.EBADF])
+def test_where_the_system_gives_no_locks_every_write_says_so(
+    store: SqliteStore, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    token = create(store)
+
+    def fail(fd: int, operation: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fcntl, "flock", fail)
+        for verb in verbs(store, token):
+            with pytest.raises(StoreUnavailable, match="gives no lock"):
+                verb()
+        assert len(store.read("r")) == 1
+    assert store.append("r", token, 0, [a_row(2)], synced=True)
+
+
+def test_a_lock_that_cannot_be_given_back_goes_with_its_file(store: SqliteStore, path: Path, clock: FakeClock) -> None:
+    token = create(store)
+    with contextlib.closing(SqliteStore(path, clock=clock, busy_seconds=0.0)) as other:
+        for number, verb in enumerate(verbs(store, token)):
+            create(store, f"r{number}", f"o{number}")  # opens the lock file
+
+            def fail() -> None:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+            store._files.lock.release = fail
+            with contextlib.suppress(StoreError, LeaseLost):
+                verb()
+            assert other.post("r", "signal", b"", "somebody", 1.0)
+    assert list(store.check()) == []
+
+
+def test_whose_owner_file_cannot_be_locked_is_not_known_to_be_dead(
+    store: SqliteStore, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create(store)
+    with look(path) as db:
+        db.execute("UPDATE runs SET owner = 'dead'")
+    Path(f"{path}.owners", "dead").touch()
+
+    def fail(fd: int, path: str) -> bool:
+        raise StoreUnavailable("no locks")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owners, "try_lock", fail)
+        with pytest.raises(RunOwned):
+            store.claim("r", "a", 30.0)
+    assert store.claim("r", "a", 30.0).token == 2
+
+
+def test_what_could_not_be_read_of_the_machine_is_read_again_the_next_time() -> None:
+    clock_module._boot_id.cache_clear()
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, before[1]))
+    try:
+        assert clock_module.boot_id() == ""
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert len(clock_module.boot_id()) == 36
+
+
+def test_without_descriptors_a_store_says_what_is_wrong(store: SqliteStore, path: Path, clock: FakeClock) -> None:
+    token = create(store)
+    for prepare in (store._files.drop, store._files.lock.close):
+        before = resource.getrlimit(resource.RLIMIT_NOFILE)
+        for number in range(len(verbs(store, token))):
+            prepare()
+            resource.setrlimit(resource.RLIMIT_NOFILE, (0, before[1]))
+            try:
+                with pytest.raises(StoreUnavailable):
+                    verbs(store, token)[number]()
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert store.append("r", token, 0, [a_row(2)], synced=True)
 
 
 @pytest.mark.parametrize("after", [False, True])

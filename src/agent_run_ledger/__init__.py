@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from agent_run_ledger.errors import NotDurableWarning as NotDurableWarning
     from agent_run_ledger.errors import PayloadTooLarge as PayloadTooLarge
     from agent_run_ledger.errors import PlainDataWarning as PlainDataWarning
+    from agent_run_ledger.errors import Reentered as Reentered
     from agent_run_ledger.errors import ReplayDivergence as ReplayDivergence
     from agent_run_ledger.errors import RunawayLoopDetectedException as RunawayLoopDetectedException
     from agent_run_ledger.errors import RunawayLoopException as RunawayLoopException
@@ -79,6 +80,7 @@ else:
         "NotDurableWarning": "errors",
         "PayloadTooLarge": "errors",
         "PlainDataWarning": "errors",
+        "Reentered": "errors",
         "ReplayDivergence": "errors",
         "RunClosed": "errors",
         "RunInputMismatch": "errors",
@@ -154,6 +156,7 @@ __all__ = [
     "NotDurableWarning",
     "PayloadTooLarge",
     "PlainDataWarning",
+    "Reentered",
     "ReplayDivergence",
     "RetryPolicy",
     "Run",

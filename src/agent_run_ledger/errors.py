@@ -144,6 +144,19 @@ class UnorderedStep(LedgerError, RuntimeError):
         self.in_flight = in_flight
 
 
+class Reentered(LedgerError, RuntimeError):
+    """A signal handler called the ledger while its own thread was inside of it. This call did nothing.
+
+    Let the handler raise `SystemExit` (`sys.exit()`): the program ends, and every lease is given back as it does.
+    """
+
+    def __init__(self, what: str) -> None:
+        super().__init__(
+            f"{what}: a signal handler called the ledger while its own thread was inside of it; this call did nothing. Let the "
+            "handler call sys.exit(): the program ends then, and its leases are given back."
+        )
+
+
 # --- steps ------------------------------------------------------------------------------------------------------------
 
 

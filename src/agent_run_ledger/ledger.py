@@ -52,6 +52,9 @@ from agent_run_ledger.stores.clock import SystemClock
 Durability = Literal["full", "process"]
 
 
+_LONGEST_LEASE = 10 * 366 * 86_400
+
+
 class _Unsaid(int):
     """A default that can be told apart from the same number given by the caller."""
 
@@ -113,8 +116,21 @@ class Ledger:
             raise ValueError(f"durability is 'full' or 'process', not {durability!r}")
         if undeclared not in ("dispatch", "block"):
             raise ValueError(f"undeclared is 'dispatch' or 'block', not {undeclared!r}")
-        if not 0 < heartbeat_seconds < lease_seconds:
-            raise ValueError("heartbeat_seconds must be more than 0 and less than lease_seconds")
+        for name, seconds in (("heartbeat_seconds", heartbeat_seconds), ("lease_seconds", lease_seconds)):
+            if type(seconds) not in (int, float) or not 0 < seconds <= _LONGEST_LEASE:
+                raise ValueError(
+                    f"{name} is a number of seconds, more than 0 and at most {_LONGEST_LEASE}, not {seconds!r}"
+                )
+        if heartbeat_seconds >= lease_seconds:
+            raise ValueError("heartbeat_seconds must be less than lease_seconds")
+        if type(payload_limit) is not int or payload_limit < 1:
+            raise ValueError(f"payload_limit is a whole number of bytes, at least 1, not {payload_limit!r}")
+        if not isinstance(policy, LoopDetectorPolicy):
+            raise TypeError(f"policy is a LoopDetectorPolicy, not {policy!r}")
+        if not isinstance(db_path, str | os.PathLike) and not hasattr(db_path, "append"):
+            raise TypeError(f"db_path is a path, ':memory:' or a store, not {db_path!r}")
+        if isinstance(db_path, str) and "\0" in db_path:
+            raise ValueError(f"db_path {db_path!r} holds a NUL character, which no file name has")
         label = check_name("owner", owner) if owner is not None else f"{socket.gethostname()}-{os.getpid()}"
         self._clock: Clock = clock or SystemClock()
         self._payload_limit = payload_limit
@@ -283,6 +299,8 @@ class Ledger:
         with run.lock:
             if run.in_flight is not None:
                 raise UnorderedStep(run_id, "detach", run.in_flight.tool)
+            if not run.is_held and self._store.head(run_id) is None:
+                raise RunNotFound(run_id)
             self._driver.give_back(run)
 
     def _run(self, run_id: str) -> HeldRun:
@@ -361,6 +379,8 @@ class AgentRunLedger(Ledger):
             )
         if type(max_steps) is not int or max_steps < 1:
             raise ValueError(f"max_steps must be a whole number of at least 1, not {max_steps!r}")
+        if budget is not None and not isinstance(budget, Budget):
+            raise TypeError(f"budget is a Budget, not {budget!r}")
         steps = budget.steps if budget is not None and budget.steps is not None else max_steps
         super().__init__(
             db_path,
@@ -511,9 +531,12 @@ class OpenRun:
         try:
             if error is None:
                 self._ledger._obey_finish(self._held, self._run.result)
-            else:
-                park(self._ledger._driver, self._held, error)
+        except BaseException as unfinished:  # a result that cannot be stored, say
+            error = unfinished
+            raise
         finally:
+            if error is not None:
+                park(self._ledger._driver, self._held, error)
             self._held.__exit__(kind, error, trace)
 
 
@@ -539,8 +562,12 @@ def function_call(
         raise InvalidArguments(
             f"{tool!r} is an async function: execute_step cannot await it, aexecute_step is for that; nothing was dispatched"
         )
-    passes = bool(takes.required)
-    if passes:
+    if takes.is_generator:
+        raise InvalidArguments(
+            f"{tool!r} is a generator function: calling it runs nothing of it; nothing was dispatched. Return a list."
+        )
+    passes = bool(takes.required) or (bool(arguments) and all(name in takes.names for name in arguments))
+    if takes.required:
         functions.check_arguments(tool, takes, arguments)
     annotated = passes and getattr(function, "__annotations__", None)
     return Call(

@@ -90,8 +90,11 @@ class RetryPolicy:
     jitter: Literal["full", "decorrelated"] = "full"
 
     def __post_init__(self) -> None:
-        if self.max_attempts < 1 or self.base < 0 or self.cap < 0:
-            raise ValueError("RetryPolicy needs max_attempts >= 1, base >= 0 and cap >= 0 (seconds)")
+        if type(self.max_attempts) is not int or self.max_attempts < 1:
+            raise ValueError(f"RetryPolicy.max_attempts is a whole number of at least 1, not {self.max_attempts!r}")
+        for name, seconds in (("base", self.base), ("cap", self.cap)):
+            if type(seconds) not in (int, float) or not 0 <= seconds < float("inf"):
+                raise ValueError(f"RetryPolicy.{name} is a number of seconds of at least 0, not {seconds!r}")
         if self.jitter not in ("full", "decorrelated"):
             raise ValueError(f"RetryPolicy.jitter is 'full' or 'decorrelated', not {self.jitter!r}")
 
@@ -103,8 +106,8 @@ class Budget:
     steps: int | None = None
 
     def __post_init__(self) -> None:
-        if self.steps is not None and self.steps < 1:
-            raise ValueError("Budget.steps must be at least 1")
+        if self.steps is not None and (type(self.steps) is not int or self.steps < 1):
+            raise ValueError(f"Budget.steps is a whole number of at least 1, not {self.steps!r}")
 
 
 @dataclass(frozen=True, slots=True)

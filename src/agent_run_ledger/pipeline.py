@@ -45,6 +45,10 @@ class Step:
         self.takes = functions.signature(fn)
         if self.takes.is_async:
             raise InvalidPipeline(f"step {name!r} is an async function: this version runs synchronous steps only")
+        if self.takes.is_generator:
+            raise InvalidPipeline(
+                f"step {name!r} is a generator function: calling it runs nothing of it. Return a list."
+            )
         hints = functions.hints(fn)
         returned = hints.pop("return", None)
         self.parameters = hints
@@ -130,6 +134,8 @@ class RunLedger(Ledger):
         self, name: str | None = None, *, depends_on: Iterable[str] = (), **options: Unpack[StepOptions]
     ) -> Callable[[F], F]:
         """Register the function below as a step. It stays a plain function for whoever calls it outside the pipeline."""
+        if callable(name):
+            raise InvalidPipeline("@ledger.step takes parentheses: @ledger.step() or @ledger.step(name=...)")
 
         def register(fn: F) -> F:
             self._add(Step(fn.__name__ if name is None else name, fn, depends_on, **options))

@@ -282,6 +282,51 @@ class StoreContract:
             _refuses(StoreError, partial(store.append, "r", lease.token, 0, [a_row(seq, "other")], synced=True))
         assert [row.kind for row in store.read("r")] == ["created", "note"]
 
+    def test_rows_that_stand_there_already_are_not_written_again_and_answer_true(self, store: Store) -> None:
+        lease = _create(store, "r")
+        one, several = [a_row(2, payload=b"2")], [a_row(3, payload=b"x" * 200_000), a_row(4)]
+        for rows in (one, several, one, several, several[1:], [*one, *several]):
+            for synced in (False, True):
+                assert store.append("r", lease.token, 0, rows, synced=synced) is True
+        assert store.read("r", 1) == [*one, *several]
+        store.post("r", "cancel", b"", "operator", 1.0)
+        for rows in (one, several):
+            assert store.append("r", lease.token, 0, rows, synced=True) is True
+        assert store.append("r", lease.token, 0, [a_row(5)], synced=True) is False
+        assert store.read("r", 1) == [*one, *several]
+
+    def test_other_bytes_are_refused_where_an_entry_stands_already(self, store: Store) -> None:
+        lease = _create(store, "r")
+        rows = [a_row(2, payload=b"2"), a_row(3)]
+        assert store.append("r", lease.token, 0, rows, synced=True)
+        others: list[list[Row]] = [
+            [rows[0]._replace(body=b"{}")],
+            [rows[0]._replace(roots=b"q" * 32)],
+            [rows[0]._replace(kind="other")],
+            [rows[0]._replace(position="1")],
+            [rows[0]._replace(attempt=1)],
+            [a_row(2, payload=b"other")],
+            [rows[0], rows[1]._replace(body=b"{}")],
+            [rows[0]._replace(body=b"{}"), rows[1]],
+            [rows[1], a_row(4)],
+            [rows[1], rows[0]],
+        ]
+        for other in others:
+            _refuses(StoreError, partial(store.append, "r", lease.token, 0, other, synced=False))
+        assert store.read("r", 1) == rows
+        store.post("r", "cancel", b"", "operator", 1.0)
+        for other in others:
+            assert store.append("r", lease.token, 0, other, synced=True) is False
+        assert store.read("r", 1) == rows
+
+    def test_an_old_token_appends_nothing_even_where_it_stands_already(self, store: Store, clock: FakeClock) -> None:
+        old = _create(store, "r", lease_seconds=30.0)
+        rows = [a_row(2)]
+        assert store.append("r", old.token, 0, rows, synced=True)
+        clock.advance(31.0)
+        store.claim("r", "b", 30.0)
+        _refuses(LeaseLost, lambda: store.append("r", old.token, 0, rows, synced=True))
+
     def test_runs_know_nothing_of_each_other(self, store: Store) -> None:
         one, two = _create(store, "one"), _create(store, "two", owner="b")
         store.post("two", "signal", b"", "somebody", 1.0)

@@ -90,7 +90,7 @@ def _schema(diagnosis: Diagnosis) -> Iterator[Check]:
 
 def _runs(ledger: AgentRunLedger) -> Iterator[Check]:
     records = ledger.runs()
-    states = Counter(record.status for record in records)
+    states = Counter("that cannot be read" if record.is_damaged else record.status for record in records)
     counted = ", ".join(f"{count} {state}" for state, count in sorted(states.items())) or "none"
     yield Check("runs", "ok", counted)
     damaged, redispatched, in_doubt = [], Counter[str](), []

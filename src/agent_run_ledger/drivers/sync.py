@@ -14,7 +14,7 @@ from agent_run_ledger.drivers.leases import HeldRun, Leases
 from agent_run_ledger.engine.commit import prepare
 from agent_run_ledger.engine.effects import Ask, Commit, Flow, Invoke, Moment, Result, Wait, Warn
 from agent_run_ledger.engine.log import Sealed
-from agent_run_ledger.errors import LeaseLost, StoreBusy, StoreError, StoreFull
+from agent_run_ledger.errors import LeaseLost, Reentered, StoreBusy, StoreError, StoreFull
 
 T = TypeVar("T")
 
@@ -81,6 +81,8 @@ class SyncDriver:
 
     def _commit(self, effect: Commit) -> Any:
         run = cast(HeldRun, effect.run)
+        if run.lock._is_owned():  # type: ignore[attr-defined] # by this very thread, which a signal handler interrupted
+            raise Reentered(f"run {run.run_id!r}")
         with run.lock:
             before = run.in_flight
             try:
@@ -168,7 +170,7 @@ class SyncDriver:
     def _wait(self, effect: Wait) -> None:
         run = cast(HeldRun, effect.run)
         with run:
-            end = self._clock.elapsed() + effect.until - self._clock.now()
+            end = self._clock.elapsed() + min(effect.until - self._clock.now(), effect.at_most)
             while (left := end - self._clock.elapsed()) > 0 and not run.is_cancelled:
                 self._clock.sleep(min(left, 1.0))
 

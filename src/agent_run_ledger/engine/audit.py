@@ -40,7 +40,10 @@ def audit(
 
     An erased payload is no finding, its digest in the body still stands. A bare database proves only that it agrees with itself.
     """
-    auditor = _Auditor(run_id, secret)
+    is_bytes = type(secret) is bytes  # a file holds whatever is written into it
+    auditor = _Auditor(run_id, secret if is_bytes else b"")
+    if not is_bytes:
+        auditor.found(None, "secret", f"the run's secret is of type {type(secret).__name__}, it should be bytes")
     for row in rows:
         auditor.entry(auditor.typed(row))
     auditor.head(head, [request.id for request in requests])
@@ -93,7 +96,7 @@ class _Auditor:
             body = json.loads(row.body)
             if not isinstance(body, dict):
                 raise ValueError("not an object")
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             self.found(row.seq, "body", f"the body is no JSON object: {error}")
             return
         self.columns(row, body)
@@ -153,7 +156,7 @@ class _Auditor:
             self.found(row.seq, "fingerprint", f"an entry of kind {row.kind!r} has no fingerprint")
         try:
             canonical.decode(row.payload)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             self.found(row.seq, "payload", f"the payload cannot be decoded: {error}")
 
     def moves(self, row: Row, body: dict[str, Any]) -> None:

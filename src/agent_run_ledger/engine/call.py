@@ -10,6 +10,7 @@ from agent_run_ledger.engine import recovery
 from agent_run_ledger.engine.history import StepHistory
 from agent_run_ledger.errors import InvalidArguments
 from agent_run_ledger.model import Effect, RetryPolicy
+from agent_run_ledger.rules.names import check_name
 
 
 class Options(NamedTuple):
@@ -53,6 +54,10 @@ def declared(given: StepOptions) -> Options:
             f"there is no option {', '.join(sorted(unknown))}; there are {', '.join(Options._fields)}"
         )
     options = Options(**given)
+    if options.retry is not None and not isinstance(options.retry, RetryPolicy):
+        raise InvalidArguments(f"retry= is a RetryPolicy, not {options.retry!r}; nothing was dispatched")
+    if options.version is not None:
+        check_name("version", options.version)
     return options._replace(
         effect=_effect(options.effect), raises=_exceptions(options.raises), fatal=_exceptions(options.fatal)
     )

@@ -71,10 +71,11 @@ class Invoke(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """Come back when the wall clock has reached `until`, or when somebody asks something of the run."""
+    """Come back when the wall clock has reached `until`, after `at_most` seconds at the latest, or when the run is cancelled."""
 
     run: LiveRun
     until: float
+    at_most: float
 
 
 class GiveBack(NamedTuple):

@@ -226,7 +226,7 @@ def _wait_to_retry(run: LiveRun, call: Call, step: StepHistory, until: float) ->
     token = run.token  # whoever took the run over in the meantime has made the retry
     run.in_flight = step
     try:
-        yield Wait(run, until)
+        yield Wait(run, until, step.wait)  # a clock that was set back makes no wait longer than it was drawn
         yield Commit(run, partial(_retry, call, step), token)
     except BaseException:
         if run.in_flight is step and step.outcome is not None:  # no attempt is under way: this is no doubt

@@ -180,32 +180,70 @@ def _with_fixed_text(cls: type[BaseException], message: str) -> BaseException:
 
 _AMBIGUOUS = frozenset(
     {
-        "builtins.TimeoutError",
-        "builtins.ConnectionError",
-        "asyncio.exceptions.IncompleteReadError",
-        "http.client.BadStatusLine",
-        "http.client.IncompleteRead",
-        "smtplib.SMTPServerDisconnected",
-        "ssl.SSLEOFError",
-        "subprocess.TimeoutExpired",
+        "TimeoutError", "Timeout", "ConnectionError", "ConnectionAbortedError", "ConnectionResetError", "BrokenPipeError",
+        "IncompleteReadError", "BadStatusLine", "IncompleteRead", "RemoteDisconnected", "SMTPServerDisconnected",
+        "SSLEOFError", "TimeoutExpired",
+        # the usual clients of other people, by the names that they share
+        "TimeoutException", "ReadTimeout", "WriteTimeout", "ReadTimeoutError", "ReadError", "WriteError", "RemoteProtocolError",
+        "ProtocolError", "ChunkedEncodingError", "APITimeoutError", "APIConnectionError", "ServerDisconnectedError",
+        "ServerTimeoutError", "ClientPayloadError",
     }
-)
-_NEVER_SENT = frozenset({"builtins.ConnectionRefusedError"})
+)  # fmt: skip
+_NEVER_SENT = frozenset(
+    {
+        "ConnectionRefusedError", "ConnectTimeout", "ConnectTimeoutError", "ConnectError", "NewConnectionError",
+        "NameResolutionError", "PoolTimeout", "gaierror",
+    }
+)  # fmt: skip
 _GATEWAY_ERRORS = (502, 503, 504)
+_DEPTH = 8
 
 
 def is_ambiguous(error: BaseException) -> bool:
-    """Whether the receiver may have done what was asked although we got an error: timeouts and lost connections.
+    """Whether the receiver may have done what was asked although we got an error: timeouts, lost connections, 502, 503 and 504.
 
-    Told by the names of its classes, so nothing is imported. A refused connection never reached the receiver.
+    Told by the names of its classes, by an HTTP status that it carries, and by the errors that it stands for; nothing is imported. A
+    refused connection never reached the receiver. An error that is not known is not ambiguous.
 
     >>> is_ambiguous(TimeoutError()), is_ambiguous(ConnectionRefusedError()), is_ambiguous(ValueError())
     (True, False, False)
     """
-    names = {_qualified(base) for base in _MRO_OF(type(error))}
-    if "urllib.error.HTTPError" in names:
-        return getattr(error, "code", None) in _GATEWAY_ERRORS
-    if "urllib.error.URLError" in names:  # it says nothing itself, and keeps the error that it stands for
-        reason = getattr(error, "reason", None)
-        return isinstance(reason, BaseException) and reason is not error and is_ambiguous(reason)
-    return not names.isdisjoint(_AMBIGUOUS) and names.isdisjoint(_NEVER_SENT)
+    seen: set[int] = set()
+    waiting: list[object] = [error]
+    found = False
+    while waiting and len(seen) < _DEPTH:
+        each = waiting.pop(0)
+        if not issubclass(type(each), BaseException) or id(each) in seen:
+            continue
+        seen.add(id(each))
+        names = {_qualified(base).rpartition(".")[2] for base in _MRO_OF(type(each))}
+        if not names.isdisjoint(_NEVER_SENT):
+            return False
+        status = _status(each)
+        if status is not None:  # an answer came, and it says what it is
+            return status in _GATEWAY_ERRORS
+        found = found or not names.isdisjoint(_AMBIGUOUS)
+        waiting += [_quiet(each, "__cause__"), _quiet(each, "reason")]
+        if not _quiet(each, "__suppress_context__"):
+            waiting.append(_quiet(each, "__context__"))
+        arguments = _quiet(each, "args")
+        if type(arguments) is tuple:
+            waiting += arguments[:2]
+    return found
+
+
+def _status(error: object) -> int | None:
+    """The status of the HTTP answer that an error carries, as the usual clients spell it."""
+    for place in (_quiet(error, "response"), error):
+        for name in ("status_code", "status", "code"):
+            value = _quiet(place, name)
+            if type(value) is int and 300 <= value < 600:
+                return value
+    return None
+
+
+def _quiet(place: object, name: str) -> object:
+    try:
+        return getattr(place, name, None)
+    except Exception:  # an attribute may be any code
+        return None

@@ -12,7 +12,7 @@ from agent_run_ledger.errors import InvalidArguments
 from agent_run_ledger.model import LIBRARY_VERSION
 from agent_run_ledger.rules import digests
 
-_VARARGS, _VARKEYWORDS, _COROUTINE, _ASYNC_GENERATOR = 0x04, 0x08, 0x80, 0x200
+_VARKEYWORDS, _GENERATOR, _COROUTINE, _ASYNC_GENERATOR = 0x08, 0x20, 0x80, 0x200
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +23,7 @@ class Signature:
     required: tuple[str, ...]
     takes_any: bool
     is_async: bool
+    is_generator: bool
     environment: str
     """What its result may depend on beside its input: a digest of its code, and the versions beneath it."""
 
@@ -56,6 +57,7 @@ def _of_code(code: CodeType, defaults: int, keyword_defaults: frozenset[str]) ->
         required=required,
         takes_any=bool(code.co_flags & _VARKEYWORDS),
         is_async=bool(code.co_flags & (_COROUTINE | _ASYNC_GENERATOR)),
+        is_generator=bool(code.co_flags & _GENERATOR),
         environment=environment(digests.code_digest(code)),
     )
 
@@ -86,6 +88,7 @@ def _inspected(function: Callable[..., Any]) -> Signature:
         ),
         takes_any=any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters),
         is_async=is_async,
+        is_generator=inspect.isgeneratorfunction(inner),
         environment=environment(digests.code_digest(code) if isinstance(code, CodeType) else "unknown"),
     )
 

@@ -69,7 +69,7 @@ def is_seen(store: Store, owner: str | None) -> bool:
     The kernel's list is read. To try the lock would tell more, and could make a program that takes the run over at that moment
     believe that somebody has it.
     """
-    if owner is None:
+    if not isinstance(owner, str):  # a damaged head may hold anything, and nobody has such a lock
         return False
     locked, database = _locked(), getattr(store, "path", None)
     if locked is None or not isinstance(database, str):

@@ -9,8 +9,11 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from typing import TypeVar
 
 from agent_run_ledger.errors import StoreBusy, StoreReadOnly, StoreUnavailable
+
+T = TypeVar("T")
 
 if sys.platform == "win32":
     import msvcrt
@@ -88,6 +91,18 @@ class WriteLock:
             self._fd = fd
         if not try_lock(self._fd, self._path):
             self._wait()
+
+    def during(self, work: Callable[[], T]) -> T:
+        """Do `work` under the lock."""
+        try:
+            self.acquire()
+            return work()
+        finally:
+            try:
+                self.release()
+            except BaseException:  # an audit hook written in Python runs before it, and can be interrupted
+                self.release()
+                raise
 
     def close(self) -> None:
         """Let go of the file without unlocking it: an unlock in a forked child would drop its parent's lock."""

@@ -133,11 +133,7 @@ class Database:
             if not os.path.exists(self.path + ".lock"):
                 raise
             # One of us may be making this file at this moment, and a half-made one looks like anything: look again when he is done.
-            try:
-                self._lock.acquire()
-                self._glance()
-            finally:
-                self._lock.release()
+            self._lock.during(self._glance)
 
     def _glance(self) -> None:
         connection = self._connect(_uri(self.path, "immutable=1"), uri=True)
@@ -187,7 +183,7 @@ class Database:
     def _prepare(self, connection: sqlite3.Connection) -> None:
         is_current = not self._is_new(connection) and self._known_version(connection) == self._version
         if not is_current:
-            self._bring_up_to_date(connection)
+            self._lock.during(lambda: self._bring_up_to_date(connection))
         (mode,) = connection.execute("PRAGMA journal_mode").fetchone()
         if mode != "wal":
             self._set_wal(connection)
@@ -206,32 +202,24 @@ class Database:
             )
 
     def _bring_up_to_date(self, connection: sqlite3.Connection) -> None:
+        # Looked at again: while we waited for the lock another process may have done it.
+        version = 0 if self._is_new(connection) else self._known_version(connection)
+        if version == self._version:
+            return
+        scripts = self._scripts()[version:]
+        if version:
+            self._back_up(connection, version)
+        connection.execute(f"PRAGMA synchronous={_FULL}")
         try:
-            self._lock.acquire()
-            # Looked at again: while we waited for the lock another process may have done it.
-            version = 0 if self._is_new(connection) else self._known_version(connection)
-            if version == self._version:
-                return
-            scripts = self._scripts()[version:]
-            if version:
-                self._back_up(connection, version)
-            connection.execute(f"PRAGMA synchronous={_FULL}")
-            try:
-                stamp = f"PRAGMA application_id={APPLICATION_ID}; PRAGMA user_version={self._version};"
-                connection.executescript("\n".join(["BEGIN IMMEDIATE;", *scripts, stamp, "COMMIT;"]))
-            except BaseException:
-                if connection.in_transaction:
-                    connection.rollback()
-                raise
-        finally:
-            self._lock.release()
+            stamp = f"PRAGMA application_id={APPLICATION_ID}; PRAGMA user_version={self._version};"
+            connection.executescript("\n".join(["BEGIN IMMEDIATE;", *scripts, stamp, "COMMIT;"]))
+        except BaseException:
+            if connection.in_transaction:
+                connection.rollback()
+            raise
 
     def _set_wal(self, connection: sqlite3.Connection) -> None:
-        try:
-            self._lock.acquire()
-            (mode,) = connection.execute("PRAGMA journal_mode=WAL").fetchone()
-        finally:
-            self._lock.release()
+        (mode,) = self._lock.during(lambda: connection.execute("PRAGMA journal_mode=WAL").fetchone())
         if mode != "wal":
             raise StoreError(
                 f"the database {self.path!r} cannot use a write-ahead log here (journal mode {mode!r}); nothing was written. "

@@ -220,13 +220,13 @@ class SqliteStore:
         with files.mutex:
             try:
                 if len(rows) == 1 and run_id not in self._noted and not _is_large(rows[0]):
-                    is_written = files.under_lock(level, partial(self._append_one, run_id, token, inbox, rows[0]))
+                    row = rows[0]
+                    is_written = files.run_alone(level, _APPEND, (run_id, token, inbox, *row), row.payload)
                 else:
                     is_written = files.transact(level, partial(self._append_all, run_id, token, inbox, rows))
                     if is_written:
                         self._noted.discard(run_id)
-                # The inbox may have moved after these rows were written by a call that could not tell.
-                return is_written or self._stand(run_id, rows, synced)
+                return is_written or self._why_refused(run_id, token, inbox, rows, synced)
             except (sqlite3.Error, OSError) as error:
                 return self._look_up_appended(error, run_id, rows, synced)
 
@@ -355,18 +355,10 @@ class SqliteStore:
             return False
         return elapsed - since >= seconds
 
-    def _append_one(self, run_id: str, token: int, inbox: int, row: Row, db: sqlite3.Connection) -> bool:
-        """One statement is a transaction of its own, a tenth cheaper than BEGIN and COMMIT."""
-        if db.execute(_APPEND, (run_id, token, inbox, *row)).rowcount != 1:
-            return self._why_refused(db, run_id, token, inbox)
-        payload = row.payload
-        self._files.mind_the_log(db, 0 if payload is None else len(payload))
-        return True
-
     def _append_all(self, run_id: str, token: int, inbox: int, rows: Sequence[Row], db: sqlite3.Connection) -> bool:
         found = db.execute(_HEAD, (run_id,)).fetchone()
         if found is None or found[1] is None or found[2:4] != (token, inbox):
-            return self._why_refused(db, run_id, token, inbox)
+            return False
         self._insert(db, run_id, token, inbox, rows)
         if found[4] is not None:
             db.execute("UPDATE runs SET note = NULL WHERE run_id = ?", (run_id,))
@@ -381,17 +373,18 @@ class SqliteStore:
             if db.execute(_APPEND, (run_id, token, inbox, *row)).rowcount != 1:
                 raise StoreError(f"run {run_id!r}: entry {row.seq} lacks its kind, body or roots; nothing was written.")
 
-    def _why_refused(self, db: sqlite3.Connection, run_id: str, token: int, inbox: int) -> bool:
-        found = db.execute(_HEAD, (run_id,)).fetchone()
+    # --- when a write is refused, or fails ----------------------------------------------------------------------------
+
+    def _why_refused(self, run_id: str, token: int, inbox: int, rows: Sequence[Row], synced: bool) -> bool:
+        found = self._files.ready().execute(_HEAD, (run_id,)).fetchone()
         if found is None:
             raise RunNotFound(run_id)
         if found[1] is None or found[2] != token:
             raise LeaseLost(run_id, token)
         if found[3] == inbox:
             raise StoreError(f"run {run_id!r}: an entry without kind, body or roots was refused; nothing was written.")
-        return False
-
-    # --- when a write fails -------------------------------------------------------------------------------------------
+        # The inbox may have moved after these very rows were written by a call that could not tell.
+        return self._stand(run_id, rows, synced)
 
     def _look_up_created(self, error: sqlite3.Error | OSError, run_id: str, owner: str, end: float) -> int:
         fault = self._files.failed(error)
