@@ -23,6 +23,7 @@ from agent_run_ledger.contract import Row
 from agent_run_ledger.errors import (
     LeaseLost,
     NotALedger,
+    Reentered,
     RunOwned,
     SchemaTooNew,
     StoreBusy,
@@ -907,6 +908,36 @@ def test_an_empty_file_becomes_a_ledger(path: Path, clock: FakeClock) -> None:
     with look(path) as db:
         assert db.execute("PRAGMA user_version").fetchone() == (1,)
         assert db.execute("PRAGMA journal_mode").fetchone() == ("wal",)
+
+
+def test_a_signal_handler_inside_of_a_write_may_read_and_gets_an_error_for_all_else(
+    store: SqliteStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    token = create(store)
+    refused: list[str] = []
+    minding = store._files.mind_the_log
+
+    def handler(*arguments: Any) -> None:
+        """What a signal handler does that comes when the row is written and the locks are still held."""
+        monkeypatch.setattr(store._files, "mind_the_log", minding)
+        assert [row.seq for row in store.read("r")] == [1, 2]
+        for call in (
+            lambda: store.append("r", token, 0, [a_row(3)], synced=False),
+            lambda: store.renew("r", token, 30.0),
+            lambda: store.claim("r", "a", 30.0),
+            lambda: create(store, "s"),
+            lambda: store.release("r", token),
+            store.close,
+        ):
+            with pytest.raises(Reentered) as caught:
+                call()
+            refused.append(str(caught.value))
+        minding(*arguments)
+
+    monkeypatch.setattr(store._files, "mind_the_log", handler)
+    assert store.append("r", token, 0, [a_row(2)], synced=False)
+    assert len(refused) == 6
+    assert store.append("r", token, 0, [a_row(3)], synced=False)
 
 
 def test_a_file_that_is_made_between_two_looks_is_no_foreign_one(path: Path, clock: FakeClock) -> None:

@@ -177,7 +177,9 @@ def test_a_function_with_required_parameters_gets_the_stored_arguments_and_a_bar
     assert ledger.execute_step(RUN, "t", {"a": 1, "b": (2,)}, lambda a, b: [a, b]) == [1, (2,)]
     assert ledger.execute_step(RUN, "t", {"a": 1}, lambda: "bare") == "bare"
     assert ledger.execute_step(RUN, "t", {"a": 2}, lambda a=5: a) == 2, "it can take everything by name"
-    assert ledger.execute_step(RUN, "t", {"a": 2, "b": 3}, lambda a=5: a) == 5, "it cannot take everything, and needs nothing"
+    assert ledger.execute_step(RUN, "t", {"a": 2, "b": 3}, lambda a=5: a) == 5, (
+        "it cannot take everything, and needs nothing"
+    )
     assert ledger.execute_step(RUN, "t", {"a": 1, "b": 2}, lambda a, **rest: [a, rest]) == [1, {"b": 2}]
 
 

@@ -17,6 +17,7 @@ from agent_run_ledger.errors import LeaseLost, RunNotFound, RunOwned, StoreUnava
 from agent_run_ledger.rules.loops import Rule
 
 POLL_SECONDS = 0.05
+_LAST_BEAT_SECONDS = 5.0
 _KEPT = 10_000
 """Beyond so many runs in memory, those that have ended are let go."""
 
@@ -248,9 +249,9 @@ class Leases:
         for run in self.held():
             with run.lock:
                 run.is_held = False
-        if self._heart is not None:
-            with self._heart:  # its last beat is over
-                pass
+        # Its last beat is over soon, unless it waits for a lock that the frame below a signal handler holds.
+        if self._heart is not None and self._heart.acquire(timeout=_LAST_BEAT_SECONDS):
+            self._heart.release()
         self._store.close()
 
     # --- heartbeat ----------------------------------------------------------------------------------------------------

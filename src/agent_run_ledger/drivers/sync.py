@@ -74,7 +74,10 @@ class SyncDriver:
 
     def close(self) -> None:
         """Write what is owed, as far as that can be done, and let go of everything."""
-        for run in self._leases.held():
+        held = self._leases.held()
+        if any(run.lock._is_owned() for run in held):  # type: ignore[attr-defined] # a signal handler closes
+            raise Reentered("closing the ledger")
+        for run in held:
             with run.lock, suppress(StoreError, LeaseLost):
                 self.pay(run)
         self._leases.close()

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from agent_run_ledger.errors import StoreError, StoreReadOnly, StoreUnavailable
+from agent_run_ledger.errors import Reentered, StoreError, StoreReadOnly, StoreUnavailable
 from agent_run_ledger.stores.faults import leaves_doubt, named
 from agent_run_ledger.stores.filelock import WriteLock
 from agent_run_ledger.stores.schema import Database
@@ -43,12 +43,12 @@ class Connections:
         self.read_only = read_only
         self.lock = WriteLock(path + ".lock", busy_seconds)
         self.database = Database(path, self.lock, busy_seconds, migrations)
-        self.mutex = threading.Lock()
+        self.mutex = threading.RLock()  # so that a thread can tell that it is inside already: see `refuse_reentry`
         self.writer: sqlite3.Connection | None = None
         self.log_pages = 0
         self.is_closed = False
         self._level = _UNKNOWN
-        self._reader_mutex = threading.Lock()
+        self._reader_mutex = threading.RLock()
         self._reader: sqlite3.Connection | None = None
         self._stood_still: list[bool] = []
         self._was_torn = False
@@ -59,6 +59,14 @@ class Connections:
             self._reader = self.database.open_reader(is_alone=True)
         else:
             self.ready()
+
+    def refuse_reentry(self) -> None:
+        """Raises `Reentered` where this thread is inside of the store: only a signal handler can come here then.
+
+        Waiting for itself it would wait for ever, and what it wrote would go into the transaction that it interrupted.
+        """
+        if is_owned(self.mutex):
+            raise Reentered(f"the ledger {self.path!r}")
 
     # --- writing ------------------------------------------------------------------------------------------------------
 
@@ -140,6 +148,7 @@ class Connections:
 
     def write(self, level: int, work: Callable[[sqlite3.Connection], T]) -> T:
         """Take the mutex for one transaction that its caller can simply do again when it fails."""
+        self.refuse_reentry()
         with self.mutex:
             try:
                 return self.transact(level, work)
@@ -170,13 +179,17 @@ class Connections:
         taken: list[bool] = []
         try:
             try:
-                if not self.read_only:  # one call into C tries the mutex and writes down whether it has it
+                if not self.read_only and not is_owned(
+                    self.mutex
+                ):  # one call into C tries the mutex and writes down whether it has it
                     taken.extend(map(self.mutex.acquire, (False,)))
                 if True in taken:
                     return self.ready().execute(statement, values).fetchall()
             finally:
                 if True in taken:
                     self.mutex.release()
+            if is_owned(self._reader_mutex):
+                raise Reentered(f"the ledger {self.path!r}")
             with self._reader_mutex:
                 if self._reader is None:
                     self._refuse_if_closed()
@@ -233,6 +246,7 @@ class Connections:
 
     def close(self, wait_seconds: float, give_back: Callable[[], None]) -> None:
         """`give_back` what the store has, with no wait longer than `wait_seconds`, and close all. Does so once."""
+        self.refuse_reentry()
         with self.mutex, self._reader_mutex:
             if self.is_closed:
                 return
@@ -254,6 +268,8 @@ class Connections:
 
     def before_fork(self) -> None:
         """Stand still and close the connections: SQLite's own book of locks must not be copied into the child."""
+        if is_owned(self.mutex):  # a signal handler forks inside of a write of its own thread: nothing stands still
+            return
         for mutex in (self.mutex, self._reader_mutex):
             self._stood_still.extend(map(mutex.acquire, (True,), (_FORK_WAIT_SECONDS,)))
         if self._is_still() and not self.is_closed:
@@ -273,11 +289,16 @@ class Connections:
             _never_closed.extend(filter(None, (self.writer, self._reader)))
             self.writer = self._reader = None
         self._stood_still = []
-        self.mutex, self._reader_mutex = threading.Lock(), threading.Lock()
+        self.mutex, self._reader_mutex = threading.RLock(), threading.RLock()
         self.lock.close()
 
     def _is_still(self) -> bool:
         return self._stood_still == [True, True]
+
+
+def is_owned(lock: threading.RLock) -> bool:
+    """Whether the calling thread holds this lock."""
+    return bool(lock._is_owned())  # type: ignore[attr-defined] # what `threading.Condition` asks it, too
 
 
 def _empty_log(db: sqlite3.Connection) -> bool:

@@ -33,7 +33,7 @@ class MemoryStore:
 
     def __init__(self, *, clock: Clock | None = None) -> None:
         self.clock: Clock = clock or SystemClock()
-        self._mutex = threading.Lock()
+        self._mutex = threading.RLock()
         self._runs: dict[str, _Run] = {}
         self._is_closed = False
         lifetime.watch(self)
@@ -150,7 +150,7 @@ class MemoryStore:
         self._mutex.release()
 
     def after_fork_in_child(self) -> None:
-        self._mutex = threading.Lock()  # the child's runs are a copy, and go their own way
+        self._mutex = threading.RLock()  # the child's runs are a copy, and go their own way
 
     def _refuse_if_closed(self) -> None:
         if self._is_closed:

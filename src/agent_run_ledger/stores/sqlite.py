@@ -153,6 +153,7 @@ class SqliteStore:
 
     def create(self, run_id: str, owner: str, lease_seconds: float, secret: bytes, rows: Sequence[Row]) -> Lease | None:
         owner = self._own_name(owner)
+        self._files.refuse_reentry()
         with self._files.mutex:
             end = self.clock.elapsed() + lease_seconds
             head = (run_id, owner, end, lease_seconds, boot_id(), run_id)
@@ -169,6 +170,7 @@ class SqliteStore:
 
     def claim(self, run_id: str, owner: str, lease_seconds: float) -> Lease:
         owner = self._own_name(owner)
+        self._files.refuse_reentry()
         with self._files.mutex:
             try:
                 self._files.ready()
@@ -217,6 +219,7 @@ class SqliteStore:
         if self._inherited and self._inherited.get(run_id) == token:
             raise LeaseLost(run_id, token)
         files, level = self._files, FULL if synced else NORMAL
+        files.refuse_reentry()
         with files.mutex:
             try:
                 if len(rows) == 1 and run_id not in self._noted and not _is_large(rows[0]):
