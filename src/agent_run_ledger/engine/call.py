@@ -48,19 +48,20 @@ def declared(given: StepOptions) -> Options:
     """The options as they are used. Raises `InvalidArguments` where one of them is not what it should be."""
     if not given:
         return _NOTHING
-    unknown = given.keys() - set(Options._fields)
-    if unknown:
-        raise InvalidArguments(
-            f"there is no option {', '.join(sorted(unknown))}; there are {', '.join(Options._fields)}"
-        )
-    options = Options(**given)
+    try:
+        options = Options(**given)
+    except TypeError:
+        unknown = ", ".join(sorted(given.keys() - set(Options._fields)))
+        raise InvalidArguments(f"there is no option {unknown}; there are {', '.join(Options._fields)}") from None
     if options.retry is not None and not isinstance(options.retry, RetryPolicy):
         raise InvalidArguments(f"retry= is a RetryPolicy, not {options.retry!r}; nothing was dispatched")
     if options.version is not None:
         check_name("version", options.version)
-    return options._replace(
-        effect=_effect(options.effect), raises=_exceptions(options.raises), fatal=_exceptions(options.fatal)
-    )
+    if options.effect is not None and type(options.effect) is not Effect:
+        options = options._replace(effect=_effect(options.effect))
+    if options.raises != () or options.fatal != ():
+        options = options._replace(raises=_exceptions(options.raises), fatal=_exceptions(options.fatal))
+    return options
 
 
 def _effect(given: Effect | str | None) -> Effect | None:
