@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sqlite3
@@ -460,6 +461,45 @@ def test_doctor_knows_which_sqlite_has_the_wal_reset_bug(version: tuple[int, int
     assert has_wal_reset_bug(version) is has_bug
 
 
+def test_doctor_claims_no_journal_mode_that_this_user_cannot_read(db: Path) -> None:
+    script = """
+import os, sys
+from agent_run_ledger.cli import main
+main(["--db", sys.argv[1], "doctor"])  # what it imports may be out of reach for the other user
+for name in ("-wal", "-shm"):
+    if os.path.exists(sys.argv[1] + name):
+        os.unlink(sys.argv[1] + name)
+os.chmod(os.path.dirname(sys.argv[1]), 0o555)
+if os.getuid() == 0:
+    os.setgroups([]); os.setgid(65534); os.setuid(65534)
+sys.stdout.write("--- as another user ---\\n")
+sys.exit(main(["--db", sys.argv[1], "doctor"]))
+"""
+    for folder in db.parent.parents[:3]:
+        folder.chmod(0o755)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", script, str(db)],
+            env=os.environ | {"PYTHONPATH": str(SOURCE)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    finally:
+        db.parent.chmod(0o755)
+    assert (done.returncode, done.stderr) == (0, "")
+    before, _, after = done.stdout.partition("--- as another user ---\n")
+    assert "journal mode  wal\n" in before
+    assert "journal mode  could not be read" in after
+    assert "put back" not in after
+
+
+def test_doctor_says_which_other_journal_mode_a_file_has(shell: Shell, db: Path) -> None:
+    with contextlib.closing(sqlite3.connect(db)) as connection:
+        assert connection.execute("PRAGMA journal_mode=DELETE").fetchone() == ("delete",)
+    assert "journal mode  delete; it is put back to wal" in shell("--db", db, "doctor")[1]
+
+
 def test_the_reference_names_every_check_and_key(shell: Shell, db: Path) -> None:
     reference = (SOURCE.parent / "docs" / "reference" / "command-line.md").read_text(encoding="utf-8")
     checks = json.loads(shell("--db", db, "doctor", "--json")[1])["checks"]
@@ -525,3 +565,50 @@ def test_a_reader_that_goes_away_is_no_error(db: Path) -> None:
     )
     os.close(writer)
     assert (done.returncode, done.stderr) == (141, b"")
+
+
+@pytest.mark.parametrize("closed", [">&-", "<&- >&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize(
+    ("command", "status"),
+    [("runs", 0), ("show october", 0), ("verify", 0), ("doctor", 0), ("show nobody", 2), ("fly", 2), ("--help", 0)],
+)
+def test_closed_standard_output_changes_neither_the_exit_status_nor_the_error(
+    db: Path, command: str, status: int, closed: str
+) -> None:
+    done = subprocess.run(
+        ["sh", "-c", f'exec "$0" -X dev -m agent_run_ledger --db "$1" {command} {closed}', sys.executable, str(db)],
+        env=os.environ | {"PYTHONPATH": str(SOURCE)},
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == status
+    if status and "2>&-" not in closed:
+        assert is_one_line(done.stderr)
+    else:
+        assert done.stderr == ""
+
+
+def test_what_the_encoding_of_the_output_does_not_have_is_spelt_out(tmp_path: Path) -> None:
+    db = tmp_path / "agent.db"
+    with AgentRunLedger(db) as ledger:
+        ledger.create_run("Zahlung prüfen", run_id="zürich-漢")
+    environment = os.environ | {"PYTHONPATH": str(SOURCE), "PYTHONIOENCODING": "ascii"}
+    for command, status in (
+        (["runs"], 0),
+        (["show", "zürich-漢"], 0),
+        (["verify"], 0),
+        (["doctor"], 0),
+        (["show", "ö"], 2),
+    ):
+        done = subprocess.run(
+            [sys.executable, "-m", "agent_run_ledger", "--db", str(db), *command],
+            env=environment,
+            capture_output=True,
+            check=False,
+        )
+        assert done.returncode == status
+        assert b"Traceback" not in done.stderr
+        assert (done.stdout + done.stderr).isascii()
+        if command[0] == "show" and status == 0:
+            assert b"Zahlung pr\\xfcfen" in done.stdout

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import sqlite3
 import subprocess
@@ -45,6 +46,18 @@ def played(folder: Path, *options: str, **environment: str) -> subprocess.Comple
     )
 
 
+def examples_in_the_help_of(*command: str) -> list[str]:
+    """The command lines that `--help` shows as examples."""
+    shown = subprocess.run(
+        [sys.executable, "-m", "agent_run_ledger", *command, "--help"],
+        env=os.environ | {"PYTHONPATH": str(SOURCE)},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    return re.findall(r"^(?:example:|  (?=\S*=\S* agent-run-ledger)|  (?=agent-run-ledger)) *(.*)$", shown, re.M)
+
+
 def asked_of_the_service(folder: Path, statement: str) -> list[tuple[Any, ...]]:
     with closing(sqlite3.connect(folder / "books.db")) as books:
         return books.execute(statement).fetchall()
@@ -68,12 +81,22 @@ def living_programs_of(folder: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("demo") / "kept"
+    return tmp_path_factory.mktemp("stage") / "demo"
 
 
 @pytest.fixture(scope="module")
 def figures(folder: Path) -> dict[str, Any]:
-    done = played(folder, "--json")
+    """Played as the example in the help of `demo` says."""
+    (example,) = examples_in_the_help_of("demo")
+    done = subprocess.run(
+        [sys.executable, "-m", "agent_run_ledger", *shlex.split(example)[1:], "--json"],
+        cwd=folder.parent,
+        env=NO_MODEL | {"PYTHONPATH": str(SOURCE)},
+        capture_output=True,
+        text=True,
+        timeout=MOST_SECONDS,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     figures: dict[str, Any] = json.loads(done.stdout)
     return figures
@@ -152,6 +175,31 @@ def test_the_kept_ledger_is_an_ordinary_one(figures: dict[str, Any], capsys: pyt
     steps = json.loads(capsys.readouterr().out)["steps"]
     assert [step["step_number"] for step in steps] == list(range(1, 46))
     assert [step["step_number"] for step in steps if step["attempts"] == 2] == [38]
+
+
+@pytest.mark.parametrize("command", [[], ["runs"], ["show"], ["verify"], ["doctor"]])
+def test_every_example_in_the_help_works_on_the_kept_demo(
+    figures: dict[str, Any], folder: Path, tmp_path: Path, command: list[str]
+) -> None:
+    program = tmp_path / "agent-run-ledger"
+    program.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m agent_run_ledger "$@"\n')
+    program.chmod(0o755)
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    examples = examples_in_the_help_of(*command)
+    assert len(examples) == (1 if command else 5)
+    for example in examples:
+        if " demo --keep " in example:
+            continue  # the demo that is looked at
+        done = subprocess.run(
+            ["sh", "-c", example],
+            cwd=folder.parent,
+            env=NO_MODEL | {"PYTHONPATH": str(SOURCE), "PATH": path},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert (done.returncode, done.stderr) == (0, ""), example
+        assert "no run is" not in done.stdout, example
 
 
 def test_a_finished_agent_that_is_started_again_calls_nobody(figures: dict[str, Any], folder: Path) -> None:
@@ -304,7 +352,7 @@ def test_the_conversation_offers_the_tools_and_tells_what_came_of_each_call(endp
 
 
 @pytest.mark.parametrize("endpoint", [False], indirect=True)
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_an_interrupted_demo_is_quiet_and_leaves_nothing_behind(
     endpoint: Endpoint, tmp_path: Path, number: signal.Signals, status: int
 ) -> None:
@@ -328,6 +376,41 @@ def test_an_interrupted_demo_is_quiet_and_leaves_nothing_behind(
     assert "Traceback" not in err
     assert living_programs_of(tmp_path) == []
     assert os.listdir(tmp_path) == []
+
+
+@pytest.fixture
+def ignored_hangup() -> Iterator[None]:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("ignored_hangup")
+def test_a_demo_under_nohup_goes_on_after_a_hangup() -> None:
+    with stage._ended_by_signals():
+        os.kill(os.getpid(), signal.SIGHUP)
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+
+
+def test_a_second_signal_does_not_end_the_cleaning_up() -> None:
+    before = [signal.getsignal(number) for number in (signal.SIGHUP, signal.SIGTERM)]
+    cleaned = []
+
+    def ended_and_cleans_up() -> None:
+        try:
+            os.kill(os.getpid(), signal.SIGHUP)
+        finally:
+            clean()
+
+    def clean() -> None:
+        for number in (signal.SIGHUP, signal.SIGTERM):
+            os.kill(os.getpid(), number)
+        cleaned.append("all")
+
+    with pytest.raises(SystemExit) as end, stage._ended_by_signals():
+        ended_and_cleans_up()
+    assert (end.value.code, cleaned) == (129, ["all"])
+    assert [signal.getsignal(number) for number in (signal.SIGHUP, signal.SIGTERM)] == before
 
 
 def test_a_model_that_cannot_be_reached_is_said_in_one_line(endpoint: Endpoint, tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ from agent_run_ledger.errors import (
 )
 from agent_run_ledger.stores import clock as clock_module
 from agent_run_ledger.stores import open_store, owners, schema
+from agent_run_ledger.stores.faults import named
 from agent_run_ledger.stores.filelock import WriteLock
 from agent_run_ledger.stores.owners import file_system_of
 from agent_run_ledger.stores.sqlite import SqliteStore
@@ -908,6 +909,30 @@ def test_an_empty_file_becomes_a_ledger(path: Path, clock: FakeClock) -> None:
     with look(path) as db:
         assert db.execute("PRAGMA user_version").fetchone() == (1,)
         assert db.execute("PRAGMA journal_mode").fetchone() == ("wal",)
+
+
+def test_a_database_that_was_deleted_moved_or_replaced_while_it_was_open_is_not_written_any_more(
+    store: SqliteStore, path: Path, clock: FakeClock
+) -> None:
+    token = create(store)
+    path.rename(path.with_suffix(".moved"))
+    with pytest.raises(StoreUnavailable, match="moved, deleted or replaced"):
+        store.renew("r", token, 30.0)
+    with pytest.raises(StoreUnavailable, match="moved, deleted or replaced"):
+        store.append("r", token, 0, [a_row(2)], synced=False)
+    assert not path.exists()
+    SqliteStore(path, clock=clock).close()
+    with pytest.raises(StoreUnavailable, match="moved, deleted or replaced"):
+        store.append("r", token, 0, [a_row(2)], synced=False)
+
+
+def test_a_disk_error_on_a_full_disk_says_that_the_disk_is_full(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    error = sqlite3.OperationalError("disk I/O error")
+    error.sqlite_errorcode = sqlite3.SQLITE_IOERR
+    assert type(named(error, str(path))) is StoreUnavailable
+    full = os.statvfs_result((4096, 4096, 1000, 0, 0, 10, 10, 10, 0, 255))
+    monkeypatch.setattr(os, "statvfs", lambda _: full)
+    assert type(named(error, str(path))) is StoreFull
 
 
 def test_a_signal_handler_inside_of_a_write_may_read_and_gets_an_error_for_all_else(

@@ -10,7 +10,18 @@ from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import agent_run_ledger
-from agent_run_ledger.cli.terminal import Progress, as_json, counted, cut, plain, table, took, when, width
+from agent_run_ledger.cli.terminal import (
+    Progress,
+    as_json,
+    counted,
+    cut,
+    plain,
+    table,
+    took,
+    when,
+    width,
+    writable,
+)
 
 if TYPE_CHECKING:
     from agent_run_ledger.model import Inspection
@@ -22,11 +33,11 @@ VARIABLE = "AGENT_RUN_LEDGER_DB"
 
 _EPILOG = f"""\
 examples:
-  agent-run-ledger demo
-  agent-run-ledger --db agent.db runs --status BLOCKED
-  agent-run-ledger --db agent.db show reconcile-2026-10
-  agent-run-ledger --db agent.db verify && echo sound
-  {VARIABLE}=agent.db agent-run-ledger doctor --json
+  agent-run-ledger demo --keep demo
+  agent-run-ledger --db demo/agent.db runs --status DEAD_LETTER
+  agent-run-ledger --db demo/agent.db show reconcile-2026-10
+  agent-run-ledger --db demo/agent.db verify && echo sound
+  {VARIABLE}=demo/agent.db agent-run-ledger doctor --json
 
 exit status: 0 all is well; 1 a problem was found (a finding, a broken promise); 2 the command was wrong or the
 ledger cannot be read; 130 interrupted; 141 whoever read the output went away.
@@ -37,6 +48,7 @@ class UsageError(Exception):
     """The command line asks for what cannot be done."""
 
 
+@writable()
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return the exit status. Prints errors as one line; raises nothing but `SystemExit` for usage."""
     try:
@@ -93,19 +105,24 @@ def _parser() -> argparse.ArgumentParser:
         _demo,
         "Kill a real agent with SIGKILL at step 38 of 45, let it go on, and show what the outside saw. Without "
         "OPENAI_BASE_URL its model is scripted; with it (and OPENAI_MODEL, OPENAI_API_KEY) any OpenAI-compatible endpoint.",
-        "agent-run-ledger demo --keep /tmp/demo",
+        "agent-run-ledger demo --keep demo",
         reads=False,
     )
     demo.add_argument("--keep", metavar="DIR", help="keep the demo's files in this new or empty folder")
 
-    runs = add("runs", _runs, "List the runs of a ledger.", "agent-run-ledger --db agent.db runs --status DEAD_LETTER")
+    runs = add(
+        "runs", _runs, "List the runs of a ledger.", "agent-run-ledger --db demo/agent.db runs --status DEAD_LETTER"
+    )
     runs.add_argument("--status", metavar="STATE", help="only runs in this state, like BLOCKED or COMPLETED")
     runs.add_argument(
         "--limit", metavar="N", type=_count, help="only the newest N runs (default: 50; 0 and --json: all)"
     )
 
     show = add(
-        "show", _show, "Show one run and its steps.", "agent-run-ledger --db agent.db show reconcile-2026-10 --steps 0"
+        "show",
+        _show,
+        "Show one run and its steps.",
+        "agent-run-ledger --db demo/agent.db show reconcile-2026-10 --steps 0",
     )
     show.add_argument("run_id", metavar="RUN")
     show.add_argument(
@@ -117,7 +134,7 @@ def _parser() -> argparse.ArgumentParser:
         _verify,
         "Recompute every entry of one run, or of all, and report what does not agree. A database alone proves only that "
         "it agrees with itself.",
-        "agent-run-ledger --db agent.db verify",
+        "agent-run-ledger --db demo/agent.db verify",
     )
     verify.add_argument("run_id", metavar="RUN", nargs="?")
 
@@ -125,7 +142,7 @@ def _parser() -> argparse.ArgumentParser:
         "doctor",
         _doctor,
         "Check the machine, the database file and the runs for what may be in the way.",
-        "agent-run-ledger --db agent.db doctor",
+        "agent-run-ledger --db demo/agent.db doctor",
     )
     return parser
 

@@ -84,6 +84,9 @@ def _schema(diagnosis: Diagnosis) -> Iterator[Check]:
         yield Check("schema", "warn", f"version {version}; it is brought to {newest} when an agent opens it next")
     if mode == "wal":
         yield Check("journal mode", "ok", "wal")
+    elif mode is None:
+        said = "could not be read: SQLite has to write beside the file for that, and this user may not"
+        yield Check("journal mode", "warn", said)
     else:
         yield Check("journal mode", "warn", f"{mode}; it is put back to wal when an agent opens the ledger next")
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import shutil
 import sys
 import time
 import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from datetime import datetime
 from typing import Any, TextIO
 
@@ -15,6 +18,19 @@ _DANGEROUS = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
 _SHORT = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
 _WIDTH_OF_A_FILE = 160
 _SECONDS_BETWEEN = 0.02
+
+
+@contextmanager
+def writable() -> Iterator[None]:
+    """Standard output and error take any text, whatever the caller has closed and whichever encoding is set."""
+    with ExitStack() as stack:
+        for name, redirect in (("stdout", redirect_stdout), ("stderr", redirect_stderr)):
+            stream = getattr(sys, name)
+            if stream is None:  # closed by whoever started us, as cron and systemd may do: nobody reads it
+                stack.enter_context(redirect(stack.enter_context(open(os.devnull, "w", encoding="utf-8"))))
+            elif isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(errors="backslashreplace")
+        yield
 
 
 def plain(text: str) -> str:

@@ -56,7 +56,7 @@ def play(keep: str | None, progress: Progress) -> Figures:
     """
     model = models.chosen()
     began = time.monotonic()
-    with _ended_by_sigterm(), _folder(keep) as folder:
+    with _ended_by_signals(), _folder(keep) as folder:
         with Stage(folder, progress, model) as stage:
             figures = _play(stage, model)
         kept = {"folder": str(folder), "ledger": stage.ledger} if keep is not None else {"folder": None, "ledger": None}
@@ -82,16 +82,27 @@ def _folder(keep: str | None) -> Iterator[Path]:
 
 
 @contextmanager
-def _ended_by_sigterm() -> Iterator[None]:
-    """Clean up on SIGTERM as on Ctrl-C."""
+def _ended_by_signals() -> Iterator[None]:
+    """Clean up on SIGTERM and SIGHUP as on Ctrl-C. What is ignored (`nohup`) stays so."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    heeded = [number for number, handler in before.items() if handler is not signal.SIG_IGN]
+
+    def end(number: int, _: object) -> None:
+        # A hang-up may come twice, from the kernel and from the shell: the second must not end the cleaning up.
+        for each in heeded:
+            signal.signal(each, lambda *_: None)
+        sys.exit(128 + number)
+
+    for number in heeded:
+        signal.signal(number, end)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number in heeded:
+            signal.signal(number, before[number])
 
 
 class Program:

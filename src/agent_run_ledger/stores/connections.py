@@ -48,6 +48,8 @@ class Connections:
         self.log_pages = 0
         self.is_closed = False
         self._level = _UNKNOWN
+        self._file: tuple[int, int] | None = None
+        """Which file the path named when it was first opened: device and inode."""
         self._reader_mutex = threading.RLock()
         self._reader: sqlite3.Connection | None = None
         self._stood_still: list[bool] = []
@@ -84,10 +86,31 @@ class Connections:
         self._refuse_if_closed()
         if self.read_only:
             raise StoreReadOnly(f"the ledger {self.path!r} was opened read-only; nothing was written.")
+        self.refuse_moved()
         self._level = _UNKNOWN
         self.log_pages = _LOG_PAGES if self._log_is_long() else 0
         self.writer = self.database.open_writer()
+        self._file = self._file or self._file_at_path()
         return self.writer
+
+    def refuse_moved(self) -> None:
+        """Raises `StoreUnavailable` where the path names another file by now, or none: what we wrote on would be seen by nobody.
+
+        Looked at whenever a lease is taken or renewed and whenever the log is emptied, so a few seconds late at most.
+        """
+        if self._file is not None and self._file != self._file_at_path():
+            self.drop()
+            raise StoreUnavailable(
+                f"the database {self.path!r} was moved, deleted or replaced while it was open; nothing more is written to it. "
+                "What was acknowledged since is in the file that stood there. Put it back, or open the ledger anew."
+            )
+
+    def _file_at_path(self) -> tuple[int, int] | None:
+        try:
+            found = os.stat(self.path)
+        except OSError:
+            return None
+        return found.st_dev, found.st_ino
 
     def run_alone(self, level: int, statement: str, values: Sequence[object], payload: bytes | None) -> bool:
         """Whether one INSERT wrote its row. It is a transaction of its own, a tenth cheaper than BEGIN and COMMIT.
@@ -133,6 +156,7 @@ class Connections:
         """Do `work` in one transaction under the lock file, all or nothing. Under the mutex."""
 
         def all_or_nothing(db: sqlite3.Connection) -> T:
+            self.refuse_moved()
             try:
                 db.execute("BEGIN IMMEDIATE")
                 answer = work(db)

@@ -28,7 +28,7 @@ def diagnose(path: str | os.PathLike[str]) -> Diagnosis:
     try:
         with closing(Database(real, lock, 5.0, None).open_reader(is_alone=True)) as connection:
             (version,) = connection.execute("PRAGMA user_version").fetchone()
-            (mode,) = connection.execute("PRAGMA journal_mode").fetchone()
+            mode = _journal_mode(real)
     except (NotALedger, SchemaTooNew, StoreCorrupt) as error:
         trouble = str(error)
     except sqlite3.Error as error:
@@ -92,13 +92,30 @@ def ledgers_in(folder: str) -> list[str]:
     return [name for name in files if _is_ledger(os.path.join(folder, name))]
 
 
-def _is_ledger(path: str) -> bool:
-    escaped = os.path.abspath(path).replace("%", "%25").replace("?", "%3f").replace("#", "%23")
+def _journal_mode(path: str) -> str | None:
+    """The journal mode of a ledger, or None where this user may not write the files that a log needs.
+
+    A connection that takes the file for immutable, as a reader without rights has to, says "delete" of every file. The header is
+    not read past SQLite: to close a file loses all locks that this process holds on it through SQLite.
+    """
     try:
-        with closing(sqlite3.connect(f"file:{escaped}?immutable=1", uri=True)) as connection:
+        with closing(_opened(path, "mode=ro")) as connection:
+            return str(connection.execute("PRAGMA journal_mode").fetchone()[0])
+    except sqlite3.OperationalError:
+        return None
+
+
+def _is_ledger(path: str) -> bool:
+    try:
+        with closing(_opened(os.path.abspath(path), "immutable=1")) as connection:
             return bool(connection.execute("PRAGMA application_id").fetchone()[0] == APPLICATION_ID)
     except (sqlite3.Error, ValueError):  # not a database, or a name that SQLite cannot take
         return False
+
+
+def _opened(path: str, parameter: str) -> sqlite3.Connection:
+    escaped = path.replace("%", "%25").replace("?", "%3f").replace("#", "%23")
+    return sqlite3.connect(f"file:{escaped}?{parameter}", uri=True)
 
 
 def _locked() -> set[str] | None:

@@ -19,6 +19,7 @@ _BUSY, _LOCKED, _READONLY, _INTERRUPT, _IOERR = 5, 6, 8, 9, 10
 _CORRUPT, _FULL, _CANTOPEN, _CONSTRAINT, _NOTADB, _PERM, _AUTH = 11, 13, 14, 19, 26, 3, 23
 _READONLY_DBMOVED = 8 | (4 << 8)
 
+_LEAST_ROOM_BYTES = 64 * 1024
 _SAYS_NOTHING_WAS_WRITTEN = frozenset({1, _PERM, _BUSY, _LOCKED, _READONLY, _CONSTRAINT, _AUTH, 18, 20, 25})
 
 
@@ -61,6 +62,10 @@ def named(error: sqlite3.Error | OSError, path: str) -> StoreError:
                 f"the database {path!r} cannot be written ({said}); nothing was changed. Make the file and its folder "
                 "writable for this user, or open the ledger read-only."
             )
+        case 13:
+            return _full(path, said)
+        case 10 if _is_full(path):  # the file that goes with the log could not grow
+            return _full(path, said)
         case 10:
             return StoreUnavailable(
                 f"the disk under {path!r} failed ({said}); what was not acknowledged may not be written. Look after the "
@@ -71,11 +76,6 @@ def named(error: sqlite3.Error | OSError, path: str) -> StoreError:
                 f"the database {path!r} is damaged or truncated ({said}); it was not changed. Keep it for inspection and "
                 "restore a backup."
             )
-        case 13:
-            return StoreFull(
-                f"the disk under {path!r} is full ({said}); what was not acknowledged was not written. Make room and call "
-                "again."
-            )
         case 14:
             return _cannot_open(path, said)
         case 26:
@@ -85,6 +85,20 @@ def named(error: sqlite3.Error | OSError, path: str) -> StoreError:
         case 0:
             return StoreUnavailable(f"the database {path!r} cannot be used: {said}. Open the ledger anew.")
     return StoreError(f"the database {path!r} refused this ({said}); nothing was written.")
+
+
+def _full(path: str, said: str) -> StoreError:
+    return StoreFull(
+        f"the disk under {path!r} is full ({said}); what was not acknowledged was not written. Make room and call again."
+    )
+
+
+def _is_full(path: str) -> bool:
+    try:
+        disk = os.statvfs(os.path.dirname(path) or os.curdir)
+    except (OSError, AttributeError):
+        return False
+    return disk.f_bavail * disk.f_frsize < _LEAST_ROOM_BYTES
 
 
 def _cannot_open(path: str, said: str) -> StoreError:
