@@ -123,8 +123,7 @@ class Ledger:
         """The interrupted store writes, everybody sees it at once, and nobody has to wait for it."""
         assert repr(self.store._files.mutex).startswith("<unlocked")
         assert repr(self.store._files._reader_mutex).startswith("<unlocked")
-        seq = self.size("probe") + 1
-        assert self.other.append("probe", self.tokens["probe"], 0, [a_row(seq)], synced=False)
+        assert self.other.append("probe", self.tokens["probe"], 0, [a_row(self.size("probe") + 1)], synced=False)
         if Path(self.other._owners.folder, "dead").exists():
             assert self.other._owners.prove_death("dead")  # its lock is kept by nobody
             self.other._owners.leave()
@@ -134,6 +133,7 @@ class Ledger:
             assert self.size("run") == size + 1
             assert self.store._files.writer is not None
             assert self.store._files.writer.execute("PRAGMA synchronous").fetchone() == (1 + synced,)
+        assert self.other.append("probe", self.tokens["probe"], 0, [a_row(self.size("probe") + 1)], synced=False)
 
 
 @pytest.fixture

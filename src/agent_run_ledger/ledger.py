@@ -535,9 +535,11 @@ class OpenRun:
             error = unfinished
             raise
         finally:
-            if error is not None:
-                park(self._ledger._driver, self._held, error)
-            self._held.__exit__(kind, error, trace)
+            try:
+                if error is not None:
+                    park(self._ledger._driver, self._held, error)
+            finally:
+                self._held.__exit__(kind, error, trace)
 
 
 def park(driver: SyncDriver, run: HeldRun, error: BaseException) -> None:

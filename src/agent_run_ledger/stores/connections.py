@@ -203,9 +203,8 @@ class Connections:
         taken: list[bool] = []
         try:
             try:
-                if not self.read_only and not is_owned(
-                    self.mutex
-                ):  # one call into C tries the mutex and writes down whether it has it
+                if not self.read_only and not is_owned(self.mutex):
+                    # one call into C tries the mutex and writes down whether it has it
                     taken.extend(map(self.mutex.acquire, (False,)))
                 if True in taken:
                     return self.ready().execute(statement, values).fetchall()
