@@ -17,6 +17,23 @@ _parse = json.JSONDecoder().raw_decode  # bodies have no white space around them
 _STATES = {str(state): state for state in RunState}
 
 
+def parse(body: bytes) -> dict[str, Any]:
+    """An entry's body as a dict. Raises `ValueError` where it is none."""
+    parsed, end = _parse(text := body.decode())
+    if end != len(text) or not isinstance(parsed, dict):
+        raise ValueError("it is not one JSON object")
+    return parsed
+
+
+def _parse_all(rows: list[Row]) -> list[dict[str, Any]] | None:
+    """All bodies in one call, a third cheaper; None where they have to be looked at one by one to say which is wrong."""
+    try:
+        parsed, end = _parse(text := "[" + b",".join([row.body for row in rows]).decode() + "]")
+    except (ValueError, TypeError):
+        return None
+    return parsed if end == len(text) and len(parsed) == len(rows) else None
+
+
 class Outcome:
     """How an attempt ended: `ok` is `completed`, `failed`, `cancelled` or `unstorable` (executed, output not storable)."""
 
@@ -146,12 +163,11 @@ class History:
     def read(cls, run_id: str, secret: bytes, rows: Iterable[Row], rule: Rule | None = None) -> History:
         """Fold stored entries. Raises `StoreCorrupt` where a body is no body."""
         history = cls(run_id, secret, rule)
-        for row in rows:
+        rows = list(rows)
+        bodies = _parse_all(rows)
+        for index, row in enumerate(rows):
             try:
-                body, end = _parse(text := row.body.decode())
-                if end != len(text):
-                    raise ValueError("something stands behind the object")
-                history.absorb(row, body)
+                history.absorb(row, bodies[index] if bodies is not None else parse(row.body))
             except (ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
                 raise StoreCorrupt(
                     f"run {run_id!r}, entry {row.seq}: its body cannot be read ({type(error).__name__}: {error}). "

@@ -43,7 +43,7 @@ def step_record(run_id: str, step: StepHistory, *, replayed: bool = False) -> St
         fencing_token=step.token,
         position=step.position,
         attempts=step.attempts,
-        effect=step.effect,
+        effect=str(step.effect) if step.effect else None,
         replayed=replayed,
     )
 
