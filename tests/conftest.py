@@ -5,10 +5,14 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import hypothesis
 import pytest
+
+from support.ledgers import KINDS, Bench
 
 # The same examples every time, so that a red test is red again; HYPOTHESIS_PROFILE=explore looks for new ones.
 # A shared machine may be slow at any moment, which says nothing about the code: no deadline, no complaint about speed.
@@ -44,3 +48,10 @@ def refuse_to_leave_the_machine(event: str, arguments: tuple[Any, ...]) -> None:
 
 
 sys.addaudithook(refuse_to_leave_the_machine)
+
+
+@pytest.fixture(params=KINDS)
+def bench(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Bench]:
+    """Storage with a clock that moves when told, once in memory and once in a file."""
+    with Bench(request.param, tmp_path) as opened:
+        yield opened

@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +24,10 @@ from agent_run_ledger import (
     UnserialisableOutput,
     compute_fingerprint,
 )
-from support.ledgers import KINDS, Bench, never
+from support.ledgers import Bench, never
 from support.processes import environment
 
 RUN, GOAL = "run", "go on"
-
-
-@pytest.fixture(params=KINDS)
-def bench(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Bench]:
-    with Bench(request.param, tmp_path) as opened:
-        yield opened
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,15 +31,9 @@ from agent_run_ledger import (
     UnserialisableArguments,
     UnserialisableOutput,
 )
-from support.ledgers import KINDS, Bench, Died, Tool, never, raising
+from support.ledgers import Bench, Died, Tool, never, raising
 
 RUN, GOAL = "run", "go on"
-
-
-@pytest.fixture(params=KINDS)
-def bench(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Bench]:
-    with Bench(request.param, tmp_path) as opened:
-        yield opened
 
 
 def taken_over(bench: Bench, **options: Any) -> tuple[AgentRunLedger, Tool]:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import datetime as dt
 import enum
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, make_dataclass
 from decimal import Decimal
-from pathlib import Path
 from typing import Any
 
 import pydantic
@@ -34,15 +33,9 @@ from agent_run_ledger import (
     UnserialisableOutput,
     current_step,
 )
-from support.ledgers import KINDS, Bench, Died, told
+from support.ledgers import Bench, Died, told
 
 RUN = "audit"
-
-
-@pytest.fixture(params=KINDS)
-def bench(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Bench]:
-    with Bench(request.param, tmp_path) as opened:
-        yield opened
 
 
 class Calls(list[str]):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +25,10 @@ from agent_run_ledger import (
 from agent_run_ledger.engine.history import History, StepHistory
 from agent_run_ledger.engine.recovery import Declaration, plan_recovery
 from agent_run_ledger.model import Receipt
-from support.ledgers import KINDS, Bench, Died, Tool, never, raising, told
+from support.ledgers import Bench, Died, Tool, never, raising, told
 
 RUN, GOAL = "run", "go on"
 SAFE = [Effect.READ, Effect.IDEMPOTENT]
-
-
-@pytest.fixture(params=KINDS)
-def bench(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Bench]:
-    with Bench(request.param, tmp_path) as opened:
-        yield opened
 
 
 def program(bench: Bench, **options: Any) -> AgentRunLedger:

@@ -4,29 +4,13 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from agent_run_ledger import AgentRunLedger, Effect, IntentDrift, ReplayDivergence, StepFailed
-from support.ledgers import KINDS, Bench, Died, Tool, never, raising
-
-RUN, GOAL = "run", "go on"
-
-
-@pytest.fixture(params=KINDS)
-def bench(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Bench]:
-    with Bench(request.param, tmp_path) as opened:
-        yield opened
-
-
-def program(bench: Bench, **options: Any) -> AgentRunLedger:
-    bench.owners_die()
-    ledger = bench.open(**options)
-    ledger.create_run(GOAL, RUN)
-    return ledger
+from agent_run_ledger import Effect, IntentDrift, ReplayDivergence, StepFailed
+from support.ledgers import GOAL, RUN, Bench, Died, Tool, never, program, raising
 
 
 def recorded(bench: Bench) -> None:

@@ -6,7 +6,7 @@ import datetime as dt
 import enum
 import threading
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, make_dataclass
 from decimal import Decimal
 from pathlib import Path
@@ -40,23 +40,7 @@ from agent_run_ledger import (
     UnserialisableOutput,
     current_step,
 )
-from support.ledgers import KINDS, Bench, Died, Tool, never, raising, told
-
-RUN, GOAL = "run", "go on"
-
-
-@pytest.fixture(params=KINDS)
-def bench(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Bench]:
-    with Bench(request.param, tmp_path) as opened:
-        yield opened
-
-
-def program(bench: Bench, **options: Any) -> AgentRunLedger:
-    bench.owners_die()
-    ledger = bench.open(**options)
-    ledger.create_run(GOAL, RUN)
-    return ledger
-
+from support.ledgers import GOAL, RUN, Bench, Died, Tool, never, program, raising, told
 
 # --- first value = replayed value -------------------------------------------------------------------------------------
 

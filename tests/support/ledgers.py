@@ -91,6 +91,17 @@ class Bench:
         return [row.kind for row in self.rows(run_id)]
 
 
+RUN, GOAL = "run", "go on"
+
+
+def program(bench: Bench, **options: Any) -> AgentRunLedger:
+    """A program that begins at its first line after whoever had the run before has died."""
+    bench.owners_die()
+    ledger = bench.open(**options)
+    ledger.create_run(GOAL, RUN)
+    return ledger
+
+
 class Tool:
     """A function that counts its calls. It answers `answers` one after the other, the last for ever; exceptions are raised."""
 
