@@ -21,7 +21,8 @@ from hypothesis import strategies as st
 
 from agent_run_ledger.errors import PayloadTooLarge, PlainDataWarning
 from agent_run_ledger.rules import canonical, types
-from agent_run_ledger.rules.canonical import Undecodable, Unstorable, declared, decode, difference, encode, rebuild
+from agent_run_ledger.rules.canonical import Undecodable, Unstorable, declared, decode, encode, rebuild
+from agent_run_ledger.rules.difference import difference
 
 
 @pytest.fixture(autouse=True)

@@ -31,7 +31,7 @@ from agent_run_ledger import (
     UnserialisableArguments,
     UnserialisableOutput,
 )
-from support.ledgers import Bench, Died, Tool, never, raising
+from support.ledgers import Bench, Died, Tool, never, program, raising
 
 RUN, GOAL = "run", "go on"
 
@@ -371,17 +371,27 @@ def test_a_function_that_can_take_all_arguments_by_name_is_given_them(bench: Ben
 
 
 def test_a_wait_is_never_longer_than_it_was_drawn_whatever_the_wall_clock_does(bench: Bench) -> None:
-    ledger = bench.open()
-    ledger.create_run(GOAL, RUN)
-    bench.clock.advance(1_000_000_000.0)
+    sleep = bench.clock.sleep
+    retry = RetryPolicy(base=4.0, cap=4.0)
 
-    def set_back() -> None:
-        bench.clock._now -= 900_000_000.0
-        raise ValueError("no")
+    def die(_seconds: float) -> None:
+        raise Died
 
-    tool = Tool(set_back, "yes")
-    assert ledger.execute_step(RUN, "t", {}, tool, retry=RetryPolicy(base=4.0, cap=4.0)) == "yes"
-    assert sum(bench.clock.sleeps) <= 4.0
+    bench.clock.sleep = die  # type: ignore[method-assign]
+    with pytest.raises(Died):
+        program(bench).execute_step(RUN, "t", {}, raising(ValueError("no")), retry=retry)
+    slept: list[float] = []
+
+    def counted(seconds: float) -> None:
+        slept.append(seconds)
+        assert sum(slept) <= 4.0, "it waits for the old time of day to come again"
+        sleep(seconds)
+
+    bench.clock.sleep = counted  # type: ignore[method-assign]
+    again = program(bench)
+    bench.clock._now -= 900_000_000.0  # the wall clock is set back by years while the retry is due
+    assert again.execute_step(RUN, "t", {}, lambda: "yes", retry=retry) == "yes"
+    assert again.steps(RUN)[0].attempts == 2
 
 
 def test_a_generator_function_is_refused_before_anything_happens(bench: Bench) -> None:

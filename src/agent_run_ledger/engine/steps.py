@@ -25,6 +25,7 @@ from agent_run_ledger.errors import (
 )
 from agent_run_ledger.model import Effect, Event, RunState, StepState
 from agent_run_ledger.rules import budget, canonical, digests, failures, functions
+from agent_run_ledger.rules.difference import difference
 
 
 def step(run: LiveRun, call: Call) -> Flow[Any]:
@@ -211,7 +212,7 @@ def _divergence(run: LiveRun, call: Call, step: StepHistory) -> ReplayDivergence
         recorded += f" after {step.dependencies}"
         asked += f" after {list(call.after)}"
     elif step.tool == call.tool and step.arguments is not None:
-        path = canonical.difference(step.arguments, call.stored)
+        path = difference(step.arguments, call.stored)
     if step.outcome is None:
         stored = step.arguments.decode() if step.arguments is not None else "(erased)"
         return IntentDrift(run.run_id, step.position, recorded, asked, path, f"{step.tool}({stored})")

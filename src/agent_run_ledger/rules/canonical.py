@@ -129,7 +129,7 @@ def _map(value: dict[Any, Any], depth: int, covered: _Covered) -> dict[str, Any]
     for key, item in value.items():
         pairs.append([_hashable(_plain(key, depth + 1, covered)), _plain(item, depth + 1, covered)])
     keys = [key for key, _ in pairs]
-    if len(set(map(_write, keys))) != len(keys):
+    if len(set(map(write, keys))) != len(keys):
         raise _Refused("a dict of which two keys are the same as plain data")
     if all(type(key) is str for key in keys):  # keys of a class, such as StrEnum, that were strings all along
         return _untagged(dict(pairs))
@@ -149,7 +149,7 @@ def _set(value: set[Any] | frozenset[Any], depth: int, covered: _Covered) -> dic
     for member in value:
         members.append(_hashable(_plain(member, depth + 1, covered)))  # noqa: PERF401
     if len(members) > 1:
-        members.sort(key=_write)
+        members.sort(key=write)
     return {"$set" if isinstance(value, set) else "$frozenset": members}
 
 
@@ -271,7 +271,7 @@ def _encode_with_care(value: object, what: str, covered: _Covered) -> bytes:
     try:
         found = _locate(value, covered)
         if found is None:
-            return _write(_plain(value, 1, covered)).encode()
+            return write(_plain(value, 1, covered)).encode()
     except RecursionError:
         found = "$", "nested too deeply for what is left of the stack"
     except Exception as error:  # a value that changes while it is read, say
@@ -281,15 +281,15 @@ def _encode_with_care(value: object, what: str, covered: _Covered) -> bytes:
     raise Unstorable(f"{what} cannot be stored: {shown} is {reason}", path)
 
 
-def _write(plain: Any) -> str:
+def write(plain: Any) -> str:
     """Canonical text of plain data, with integers of any size."""
     kind = type(plain)
     if kind is int:
         return _digits(plain)
     if kind is list:
-        return "[" + ",".join(map(_write, plain)) + "]"
+        return "[" + ",".join(map(write, plain)) + "]"
     if kind is dict:
-        return "{" + ",".join(f"{_dumps(key)}:{_write(plain[key])}" for key in sorted(plain)) + "}"
+        return "{" + ",".join(f"{_dumps(key)}:{write(plain[key])}" for key in sorted(plain)) + "}"
     return _dumps(plain)
 
 
@@ -346,7 +346,7 @@ def _trouble(value: object, depth: int, covered: _Covered) -> str | None:
         try:
             _dumps(plain).encode()
         except ValueError:
-            _write(plain).encode()
+            write(plain).encode()
     except UnicodeEncodeError as error:
         whose = "a string" if isinstance(value, str) else "a dict with a key"
         return f"{whose} with the lone surrogate U+{ord(error.object[error.start]):04X}, which UTF-8 cannot hold"
@@ -366,7 +366,7 @@ def _children(value: Any) -> Iterator[tuple[str, Any]]:
         for number, (key, item) in enumerate(value.items()):
             if type(key) is not str:
                 yield f"[key {number}]", key
-            yield _segment(key), item
+            yield segment(key), item
     elif kind is list or kind is tuple:
         for number, item in enumerate(value):
             yield f"[{number}]", item
@@ -386,7 +386,8 @@ def _children(value: Any) -> Iterator[tuple[str, Any]]:
             yield from _children(inner)
 
 
-def _segment(key: object) -> str:
+def segment(key: object) -> str:
+    """A key as a step of a JSON path."""
     if isinstance(key, str):
         return f".{key}" if key.isidentifier() else f"[{json.dumps(key)}]"
     return f"[{key!a:.80}]"
@@ -538,7 +539,7 @@ def _no_constant(name: str) -> Any:
 _read_plain = json.JSONDecoder(parse_constant=_no_constant).raw_decode
 _read_tagged = json.JSONDecoder(parse_constant=_no_constant, object_hook=_untag).raw_decode
 _read_big = json.JSONDecoder(parse_constant=_no_constant, object_hook=_untag, parse_int=_integer).raw_decode
-_read_raw = json.JSONDecoder(parse_constant=_no_constant, parse_int=_integer).raw_decode
+read_raw = json.JSONDecoder(parse_constant=_no_constant, parse_int=_integer).raw_decode
 
 
 # --- declared classes -------------------------------------------------------------------------------------------------
@@ -584,57 +585,3 @@ def register_type(cls: type[_Class], name: str | None = None) -> type[_Class]:
 
     types.register(cls, name)
     return cls
-
-
-# --- differences ------------------------------------------------------------------------------------------------------
-
-
-def difference(stored: bytes, asked: bytes) -> str | None:
-    """The JSON path of the first difference between two canonical documents, or None where there is none.
-
-    >>> difference(b'{"a":[1,2]}', b'{"a":[1,3]}')
-    '$.a[1]'
-    """
-    if stored == asked:
-        return None
-    try:
-        return _differ(_read_raw(stored.decode())[0], _read_raw(asked.decode())[0], "$") or "$"
-    except Exception:  # one of them is not ours
-        return "$"
-
-
-def _differ(one: Any, other: Any, path: str) -> str | None:
-    if type(one) is not type(other):
-        return path
-    if isinstance(one, dict):
-        if len(one) == 1 and one.keys() == other.keys() and (key := next(iter(one))).startswith("$"):
-            return _differ_in_tag(key, one[key], other[key], path)
-        for key in sorted(one.keys() | other.keys()):
-            at = path + _segment(key)
-            if key not in one or key not in other:
-                return at
-            if (found := _differ(one[key], other[key], at)) is not None:
-                return found
-        return None
-    if isinstance(one, list):
-        for number, pair in enumerate(zip(one, other, strict=False)):
-            if (found := _differ(*pair, f"{path}[{number}]")) is not None:
-                return found
-        return f"{path}[{min(len(one), len(other))}]" if len(one) != len(other) else None
-    return None if _write(one) == _write(other) else path
-
-
-def _differ_in_tag(tag: str, one: Any, other: Any, path: str) -> str | None:
-    """A tag is how a value is written, not where it stands, so it is no part of the path."""
-    if tag.startswith("$$"):
-        return _differ(one, other, path + _segment(tag[1:]))
-    if tag == "$tuple":
-        return _differ(one, other, path)
-    if tag == "$type" and one[0] == other[0]:
-        return _differ(one[1], other[1], path)
-    if tag == "$map" and [key for key, _ in one] == [key for key, _ in other]:
-        for (key, mine), (_, theirs) in zip(one, other, strict=True):
-            if (found := _differ(mine, theirs, f"{path}[{_write(key)}]")) is not None:
-                return found
-        return None
-    return None if _write(one) == _write(other) else path
