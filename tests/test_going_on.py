@@ -186,7 +186,7 @@ def test_a_request_between_two_decisions_does_not_move_the_program(bench: Bench)
     second._leases.beat()  # the owner hears of the first request, and not of the second
     bench.store().post(RUN, *cancel)
     assert second.execute_step(RUN, "a", {}, never) == "a"
-    assert second._run(RUN).cursor == 2
+    assert second._run(RUN).root.cursor == 2
     with pytest.raises(RunClosed):
         second.execute_step(RUN, "b", {}, never)
 

@@ -15,13 +15,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
-from agent_run_ledger.contract import Row
+from agent_run_ledger.contract import Append, Row
 from agent_run_ledger.errors import (
     LeaseLost,
+    LedgerError,
     NotALedger,
     Reentered,
     RunOwned,
@@ -948,6 +949,8 @@ def test_a_signal_handler_inside_of_a_write_may_read_and_gets_an_error_for_all_e
         assert [row.seq for row in store.read("r")] == [1, 2]
         for call in (
             lambda: store.append("r", token, 0, [a_row(3)], synced=False),
+            lambda: store.append_all([Append("r", token, 0, [a_row(3)])], synced=False),
+            lambda: store.append_all([Append("r", token, 0, [a_row(3)])] * 2, synced=False),
             lambda: store.renew("r", token, 30.0),
             lambda: store.claim("r", "a", 30.0),
             lambda: create(store, "s"),
@@ -961,7 +964,7 @@ def test_a_signal_handler_inside_of_a_write_may_read_and_gets_an_error_for_all_e
 
     monkeypatch.setattr(store._files, "mind_the_log", handler)
     assert store.append("r", token, 0, [a_row(2)], synced=False)
-    assert len(refused) == 6
+    assert len(refused) == 8
     assert store.append("r", token, 0, [a_row(3)], synced=False)
 
 
@@ -1276,6 +1279,12 @@ def test_rows_that_stand_there_count_as_synced_only_when_they_are_copied_into_th
     assert store.append("r", token, 0, [a_row(2)], synced=True) is True
 
 
+def raising(answers: list[bool | LedgerError]) -> None:
+    for answer in answers:
+        if isinstance(answer, LedgerError):
+            raise answer
+
+
 def verbs(store: SqliteStore, token: int) -> list[Any]:
     return [
         lambda: store.create("s", "b", 30.0, SECRET, [a_row(1)]),
@@ -1284,6 +1293,9 @@ def verbs(store: SqliteStore, token: int) -> list[Any]:
         lambda: store.release("r", token),
         lambda: store.append("r", token, 0, [a_row(2)], synced=True),
         lambda: store.append("r", token, 0, [a_row(2), a_row(3)], synced=True),
+        lambda: raising(
+            store.append_all([Append("r", token, 0, [a_row(2)]), Append("s", 1, 0, [a_row(2)])], synced=True)
+        ),
         lambda: store.post("r", "cancel", b"", "me", 1.0),
         lambda: store.annotate("r", token, "x"),
     ]
@@ -1404,6 +1416,10 @@ def test_the_level_of_syncing_is_what_was_asked_for(store: SqliteStore) -> None:
     store.append("r", token, 0, [a_row(4)], synced=False)
     store.post("r", "cancel", b"", "me", 1.0)
     assert level() == 2
+    two = [Append("r", token, 1, [a_row(5)]), Append("r", token, 1, [a_row(6)])]
+    for synced in (False, True):
+        assert store.append_all(two, synced=synced) == [True, True]
+        assert level() == 1 + synced
 
 
 def test_a_reader_and_a_writer_never_checkpoint_by_themselves(store: SqliteStore) -> None:
@@ -1414,3 +1430,305 @@ def test_a_reader_and_a_writer_never_checkpoint_by_themselves(store: SqliteStore
         store.read("r")
     assert store._files._reader is not None
     assert store._files._reader.execute("PRAGMA query_only").fetchone() == (1,)
+
+
+# --- many appends in one transaction ----------------------------------------------------------------------------------
+
+
+def create_all(store: SqliteStore, *run_ids: str) -> dict[str, int]:
+    return {run_id: create(store, run_id) for run_id in run_ids}
+
+
+def one_each(tokens: dict[str, int], seq: int = 2, payload: bytes | None = None) -> list[Append]:
+    return [Append(run_id, token, 0, [a_row(seq, payload=payload)]) for run_id, token in tokens.items()]
+
+
+@pytest.fixture
+def mixed(store: SqliteStore) -> list[Append]:
+    """Five that can be written (the last builds on the first), one that stands already, and three that are refused."""
+    tokens = create_all(store, "r", "s", "noted", "stands", "moved", "gap")
+    store.annotate("noted", tokens["noted"], "a note")
+    store.post("moved", "cancel", b"", "somebody", 1.0)
+    assert store.append("stands", tokens["stands"], 0, [a_row(2)], synced=False)
+    return [
+        Append("r", tokens["r"], 0, [a_row(2)]),
+        Append("r", tokens["r"] + 1, 0, [a_row(3)]),
+        Append("stands", tokens["stands"], 0, [a_row(2)]),
+        Append("s", tokens["s"], 0, [a_row(2, payload=b"x" * 100_000), a_row(3)]),
+        Append("moved", tokens["moved"], 0, [a_row(2)]),
+        Append("gap", tokens["gap"], 0, [a_row(2), a_row(4)]),
+        Append("noted", tokens["noted"], 0, [a_row(2)]),
+        Append("r", tokens["r"], 0, [a_row(3), a_row(4)]),
+        Append("r", tokens["r"], 0, [a_row(5)]),
+    ]
+
+
+MIXED = [bool, LeaseLost, bool, bool, bool, StoreError, bool, bool, bool]
+MIXED_IS_WRITTEN = [True, False, True, True, False, False, True, True, True]
+
+
+def sizes(store: SqliteStore, appends: list[Append]) -> dict[str, int]:
+    return {append.run_id: len(store.read(append.run_id)) for append in appends}
+
+
+def assert_is_written(store: SqliteStore, appends: list[Append]) -> None:
+    assert sizes(store, appends) == {"r": 5, "stands": 2, "s": 3, "moved": 1, "gap": 1, "noted": 2}
+    assert list(store.check()) == []
+
+
+@pytest.mark.parametrize("synced", [True, False])
+def test_many_appends_are_one_transaction_whatever_becomes_of_each(
+    store: SqliteStore, mixed: list[Append], synced: bool
+) -> None:
+    statements: list[str] = []
+    writer = store._files.ready()
+    writer.set_trace_callback(statements.append)
+    answers = store.append_all(mixed, synced=synced)
+    writer.set_trace_callback(None)
+    assert [type(answer) for answer in answers] == MIXED
+    assert [answer is True for answer in answers] == MIXED_IS_WRITTEN
+    assert [said for said in statements if said.split()[0] in ("BEGIN", "COMMIT", "ROLLBACK")] == [
+        "BEGIN IMMEDIATE",
+        "ROLLBACK TO one",
+        "COMMIT",
+    ]
+    assert_is_written(store, mixed)
+
+
+@pytest.mark.parametrize("code", [10, 10 | (4 << 8), 13, 11])
+@pytest.mark.parametrize("synced", [True, False])
+@pytest.mark.parametrize("after", [True, False])
+def test_after_a_commit_of_many_that_failed_each_is_looked_up(
+    store: SqliteStore, mixed: list[Append], code: int, synced: bool, after: bool
+) -> None:
+    failing: Any = Failing(store._files.ready(), code, after=after, statement="COMMIT")
+    store._files.writer = failing
+    answers = store.append_all(mixed, synced=synced)
+    assert store._files.writer is not failing
+    for append, answer, is_written in zip(mixed, answers, MIXED_IS_WRITTEN, strict=True):
+        if is_written and not after and append.run_id != "stands":
+            assert isinstance(answer, StoreError)
+            assert isinstance(answer.__cause__, sqlite3.Error)
+        else:
+            assert (answer is True) == is_written
+    errors = [answer for answer in answers if isinstance(answer, LedgerError)]
+    assert len({id(error) for error in errors}) == len(errors)  # several tasks will raise them
+    assert [type(answers[number]) for number in (1, 4)] == [LeaseLost, bool]
+    if not after:
+        assert sizes(store, mixed) == {"r": 1, "stands": 2, "s": 1, "moved": 1, "gap": 1, "noted": 1}
+        head = store.head("noted")
+        assert head is not None
+        assert head.note == "a note"
+    again = store.append_all(mixed, synced=synced)
+    assert [type(answer) for answer in again] == MIXED
+    assert [answer is True for answer in again] == MIXED_IS_WRITTEN
+    head = store.head("noted")
+    assert head is not None
+    assert head.note is None
+    assert_is_written(store, mixed)
+
+
+@pytest.mark.parametrize("after", [True, False])
+@pytest.mark.parametrize("statement", ["INTO entries", "INTO payloads", "SAVEPOINT", "BEGIN"])
+def test_where_the_disk_fails_in_the_middle_of_many_none_is_written_and_all_say_so(
+    store: SqliteStore, mixed: list[Append], statement: str, after: bool
+) -> None:
+    store._files.writer = cast(Any, Failing(store._files.ready(), 10, after=after, statement=statement))
+    answers = store.append_all(mixed, synced=True)
+    assert [answer is True for answer in answers] == [append.run_id == "stands" for append in mixed]
+    failed = [answer for answer, is_written in zip(answers, MIXED_IS_WRITTEN, strict=True) if is_written]
+    assert [type(answer) for answer in failed] == [StoreUnavailable, bool, *[StoreUnavailable] * 4]
+    assert sizes(store, mixed) == {"r": 1, "stands": 2, "s": 1, "moved": 1, "gap": 1, "noted": 1}
+    assert [answer is True for answer in store.append_all(mixed, synced=True)] == MIXED_IS_WRITTEN
+    assert_is_written(store, mixed)
+
+
+@pytest.mark.parametrize("synced", [True, False])
+def test_many_that_were_written_and_could_not_be_looked_up_can_be_appended_again_as_they_were(
+    store: SqliteStore, monkeypatch: pytest.MonkeyPatch, mixed: list[Append], synced: bool
+) -> None:
+    store._files.writer = cast(Any, Failing(store._files.ready(), 10, after=True, statement="COMMIT"))
+
+    def fail() -> sqlite3.Connection:
+        raise StoreUnavailable("the disk is gone for a moment")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store._files.database, "open_writer", fail)
+        answers = store.append_all(mixed, synced=synced)
+    for answer, is_written in zip(answers, MIXED_IS_WRITTEN, strict=True):
+        assert answer is not True
+        if is_written:
+            assert isinstance(answer, StoreUnavailable)
+            assert "may not be written" in str(answer)
+    assert [answer is True for answer in store.append_all(mixed, synced=synced)] == MIXED_IS_WRITTEN
+    assert_is_written(store, mixed)
+
+
+def test_of_many_those_that_stand_there_count_as_synced_only_when_they_are_copied_into_the_file(
+    store: SqliteStore, path: Path
+) -> None:
+    tokens = create_all(store, "r", "s", "t")
+    old, new = one_each(tokens)[:2], one_each(tokens)[2:]
+    with look(path) as db:
+        db.execute("BEGIN")
+        db.execute("SELECT * FROM entries").fetchall()  # who reads an older state keeps the log from being copied
+        assert store.append_all(old, synced=False) == [True, True]
+        assert store.append_all(old, synced=False) == [True, True]
+        *unknown, written = store.append_all([*old, *new], synced=True)
+        assert written is True
+        for answer in unknown:
+            assert isinstance(answer, StoreUnavailable)
+            assert "are written, but it is not known" in str(answer)
+    assert store.append_all([*old, *new], synced=True) == [True, True, True]
+
+
+def test_whether_many_are_on_stable_storage_is_not_known_while_the_disk_fails(
+    store: SqliteStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = create_all(store, "r", "s", "t")
+    old, new = one_each(tokens)[:2], one_each(tokens)[2:]
+    assert store.append_all(old, synced=False) == [True, True]
+
+    store._files.writer = cast(Any, Failing(store._files.ready(), 10, after=False, statement="wal_checkpoint"))
+    assert [type(answer) for answer in store.append_all([*old, *new], synced=True)] == [StoreUnavailable] * 2 + [bool]
+
+    def fail() -> bool:
+        raise StoreBusy("somebody has the lock")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store._files, "is_emptied", fail)
+        assert [type(answer) for answer in store.append_all([*old, *new], synced=True)] == [StoreBusy] * 3
+    assert store.append_all([*old, *new], synced=True) == [True, True, True]
+
+
+def test_on_a_full_disk_many_appends_all_say_so_and_nothing_is_lost_when_there_is_room_again(
+    store: SqliteStore, path: Path
+) -> None:
+    appends = one_each(create_all(store, *(f"r{number}" for number in range(20))), payload=b"x" * 60_000)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    size = max(os.path.getsize(path), os.path.getsize(f"{path}-wal"))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 300_000, before[1]))
+    try:
+        for _ in range(2):
+            answers = store.append_all(appends, synced=True)
+            assert all(isinstance(answer, StoreFull | StoreUnavailable) for answer in answers)
+            assert set(sizes(store, appends).values()) == {1}
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert store.append_all(appends, synced=True) == [True] * 20
+    assert set(sizes(store, appends).values()) == {2}
+    assert list(store.check()) == []
+
+
+def test_a_database_that_may_not_grow_is_full_for_all_of_many(store: SqliteStore) -> None:
+    appends = one_each(create_all(store, "r", "s", "t"), payload=b"x" * 40_000)
+    (pages,) = store._files.ready().execute("PRAGMA page_count").fetchone()
+    store._files.ready().execute(f"PRAGMA max_page_count={pages + 12}")  # there is room for one of them
+    assert [type(answer) for answer in store.append_all(appends, synced=False)] == [StoreFull] * 3
+    assert set(sizes(store, appends).values()) == {1}
+    assert store.append_all(appends, synced=False) == [True] * 3
+
+
+def test_while_somebody_has_the_lock_all_of_many_say_that_the_store_is_busy(path: Path, clock: FakeClock) -> None:
+    with contextlib.closing(SqliteStore(path, clock=clock, busy_seconds=0.02)) as store:
+        appends = one_each(create_all(store, "r", "s"))
+        other = WriteLock(f"{path}.lock", 0.0)
+        other.acquire()
+        answers = store.append_all(appends, synced=True)
+        other.release()
+        other.close()
+        with look(path) as db:  # somebody who does not know our lock
+            db.execute("BEGIN IMMEDIATE")
+            answers += store.append_all(appends, synced=True)
+            db.execute("ROLLBACK")
+        assert [type(answer) for answer in answers] == [StoreBusy] * 4
+        assert len({id(answer) for answer in answers}) == 4
+        assert all("nothing was written" in str(answer) for answer in answers)
+        assert store.append_all(appends, synced=True) == [True, True]
+
+
+def test_values_that_cannot_be_stored_fail_no_other_of_many(store: SqliteStore) -> None:
+    tokens = create_all(store, "r", "s", "t")
+    writer = store._files.ready()
+    writer.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, 50_000)
+    unbindable: Any = ["a list"]
+    for seq, payload in ((2, unbindable), (3, b"x" * 60_000)):
+        first, bad, last = one_each(tokens, seq)
+        for rows in ([a_row(seq)._replace(payload=payload)], [a_row(seq), a_row(seq + 1)._replace(payload=payload)]):
+            answers = store.append_all([first, bad._replace(rows=rows), last], synced=False)
+            assert (answers[0], answers[2]) == (True, True)
+            assert isinstance(answers[1], StoreError)
+        assert len(store.read("s")) == seq - 1
+        assert store.append(*bad, synced=False)
+    assert store._files.writer is writer
+    assert sizes(store, one_each(tokens)) == {"r": 3, "s": 3, "t": 3}
+
+
+def test_what_is_no_error_of_the_ledger_goes_on_its_way_and_nothing_of_many_is_written(store: SqliteStore) -> None:
+    tokens = create_all(store, "r", "s")
+    first, second = one_each(tokens)
+    with pytest.raises(UnicodeEncodeError):
+        store.append_all([first, second._replace(rows=[a_row(2)._replace(kind="\ud800")])], synced=False)
+    assert sizes(store, [first, second]) == {"r": 1, "s": 1}
+    assert store.append_all([first, second], synced=True) == [True, True]
+
+
+def test_a_child_appends_its_own_rows_and_none_of_its_parents(store: SqliteStore) -> None:
+    token = create(store)
+    own = create_all(store, "s")
+
+    def child() -> str:
+        tokens = {"r": token, **create_all(store, "of the child"), **own}
+        answers = store.append_all(one_each(tokens), synced=True)
+        for seq, statement in ((3, "COMMIT"), (2, "BEGIN")):
+            store._files.writer = cast(Any, Failing(store._files.ready(), 10, after=True, statement=statement))
+            answers += store.append_all(one_each(tokens, seq), synced=True)
+        store.close()
+        return " ".join(type(answer).__name__ for answer in answers)
+
+    assert store.append("r", token, 0, [a_row(2)], synced=True)
+    assert in_a_fork(child).split() == [
+        *("LeaseLost", "bool", "LeaseLost"),
+        *("LeaseLost", "bool", "LeaseLost"),
+        *(
+            "StoreUnavailable",
+            "bool",
+            "StoreUnavailable",
+        ),  # what the parent wrote does not count, though it stands there
+    ]
+    assert store.append_all(one_each({"r": token, **own}), synced=True) == [True, True]
+    assert len(store.read("of the child")) == 3
+
+
+def test_of_many_appends_that_a_kill_interrupts_all_are_written_or_none(path: Path) -> None:
+    script = """
+from agent_run_ledger.contract import Append
+store = SqliteStore(sys.argv[1], clock=FakeClock(), durability="process")
+names = [f"r{number}" for number in range(40)]
+for name in names:
+    store.create(name, "a", 30.0, b"s" * 32, [a_row(1)])
+seq = 1
+while True:
+    seq += 1
+    assert store.append_all([Append(name, 1, 0, [a_row(seq, payload=b"x" * 3000)]) for name in names], synced=False) == [True] * 40
+    print(seq, flush=True)
+"""
+    for size in (1, 20):
+        process = python(script, f"{path}{size}")
+        assert process.stdout is not None
+        acknowledged = [int(process.stdout.readline()) for _ in range(size)][-1]
+        process.kill()
+        acknowledged = max([acknowledged, *(int(line) for line in process.stdout if line.endswith("\n"))])
+        process.communicate()
+        with contextlib.closing(SqliteStore(f"{path}{size}", clock=FakeClock())) as store:
+            (last,) = {summary.last.seq for summary in store.summaries()}
+            assert acknowledged <= last <= acknowledged + 1
+            assert list(store.check()) == []
+
+
+def test_many_appends_at_once_keep_the_log_short(store: SqliteStore, path: Path) -> None:
+    tokens = create_all(store, *(f"r{number}" for number in range(50)))
+    for seq in range(2, 32):
+        assert store.append_all(one_each(tokens, seq, b"x" * 20_000), synced=False) == [True] * 50
+    assert os.path.getsize(f"{path}-wal") < 16 * 1024 * 1024
+    assert os.path.getsize(path) > 20 * 1024 * 1024

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from agent_run_ledger.contract import Store
-from agent_run_ledger.errors import StoreError
+from agent_run_ledger.contract import Append, Row, Store
+from agent_run_ledger.errors import LedgerError, StoreError
 from agent_run_ledger.stores import open_store
 from agent_run_ledger.testing import FakeClock, StoreContract, a_row
 
@@ -33,6 +37,70 @@ class TestMemoryStore(StoreContract):
         store = open_store(":memory:", durability="full", clock=clock)
         yield store
         store.close()
+
+
+def some_rows(start: int, kinds: list[str], payload: bytes | None) -> list[Row]:
+    return [a_row(seq, kind, payload) for seq, kind in enumerate(kinds, start)]
+
+
+several_rows = st.builds(
+    some_rows,
+    st.integers(2, 5),
+    st.lists(st.sampled_from(["note", "other"]), max_size=3),
+    st.sampled_from([None, b"", b"small", b"x" * 70_000]),
+)
+several_appends = st.lists(
+    st.builds(
+        Append,
+        st.sampled_from(["held", "posted", "taken over", "given back", "noted", "unknown"]),
+        st.sampled_from([1, 1, 1, 2]),
+        st.sampled_from([0, 0, 0, 1]),
+        several_rows,
+    ),
+    max_size=12,
+)
+
+
+def a_busy_store(path: str, clock: FakeClock) -> Store:
+    store = open_store(path, durability="process", clock=clock)
+    for run_id in ("taken over", "held", "posted", "given back", "noted"):
+        assert store.create(run_id, "a", 10.0 if run_id == "taken over" else 1e6, b"s" * 32, [a_row(1)])
+    clock.advance(11.0)
+    store.claim("taken over", "b", 1e6)
+    store.post("posted", "signal", b"", "somebody", 1.0)
+    store.release("given back", 1)
+    store.annotate("noted", 1, "a note")
+    return store
+
+
+@pytest.mark.parametrize("name", ["ledger.db", ":memory:"])
+@settings(deadline=None, max_examples=25)
+@given(batches=st.lists(several_appends, max_size=3), synced=st.booleans())
+def test_appends_that_come_together_do_what_they_would_do_one_after_the_other(
+    name: str, batches: list[list[Append]], synced: bool
+) -> None:
+    def alone(store: Store, append: Append) -> bool | LedgerError:
+        try:
+            return store.append(*append, synced=synced)
+        except LedgerError as error:
+            return error
+
+    def said(answers: list[bool | LedgerError]) -> list[str]:
+        return [repr(answer).replace("other.db", "one.db") for answer in answers]
+
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        one, other = (
+            a_busy_store(name.replace("ledger", f"{folder}/{which}"), FakeClock()) for which in ("one", "other")
+        )
+        stack.callback(one.close)
+        stack.callback(other.close)
+        for batch in batches:
+            expected = [alone(one, append) for append in batch]
+            assert said(other.append_all(batch, synced=synced)) == said(expected)
+            for summary in one.summaries():
+                run_id = summary.head.run_id
+                assert (other.head(run_id), other.read(run_id)) == (summary.head, one.read(run_id))
+        assert list(other.check()) == []
 
 
 @pytest.mark.parametrize("path", ["postgresql://localhost/agents", "postgres://localhost/agents"])

@@ -1,4 +1,4 @@
-"""What a store promises: finished bytes in, the same bytes out, and every write fenced. Fifteen verbs, no rules.
+"""What a store promises: finished bytes in, the same bytes out, and every write fenced. Sixteen verbs, no rules.
 
 `testing.StoreContract` is this page as tests; a store that passes it can stand under the engine.
 """
@@ -7,7 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    from agent_run_ledger.errors import LedgerError
 
 
 class Clock(Protocol):
@@ -42,6 +45,15 @@ class Row(NamedTuple):
     """SHA-256 of tool and argument digest, for intents; goes with the payload."""
     encoding: str | None = None
     """How the payload is kept where it is not kept plainly."""
+
+
+class Append(NamedTuple):
+    """One run's rows on their way into the store: the arguments of `append`."""
+
+    run_id: str
+    token: int
+    inbox: int
+    rows: Sequence[Row]
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +131,15 @@ class Store(Protocol):
         token is old. After a failure in which nothing is known the store looks the rows up before it answers. Rows that stand there
         already, byte for byte, are not written again and answer True, whatever came into the inbox since: what raised
         `StoreUnavailable` may be called again as it was. Other bytes at a seq that is taken are refused with a `StoreError`.
+        """
+
+    def append_all(self, appends: Sequence[Append], *, synced: bool) -> list[bool | LedgerError]:
+        """Do many appends in one transaction, so with one sync, and answer each as if `append` had been called for it, in order.
+
+        True and False as there, and the error that it would have raised. Each is written whole or not at all, and one that is
+        refused fails no other. A run may come more than once: the later ones build on the earlier. What happens to the storage is
+        never raised: where it takes nothing, or nothing is known after a failure, every answer says so, and only of what is
+        written all the same it is True. Raises `Reentered`, for then nothing was begun.
         """
 
     def read(self, run_id: str, after: int = 0) -> list[Row]:

@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Any, Literal, Self, Unpack, cast
 
 from agent_run_ledger.contract import Clock, Row, Store, Summary
+from agent_run_ledger.drivers.context import caller
 from agent_run_ledger.drivers.leases import POLL_SECONDS, HeldRun, Leases
 from agent_run_ledger.drivers.sync import SyncDriver
 from agent_run_ledger.engine import audit, damage, records, runs
@@ -103,6 +104,7 @@ class Ledger:
         db_path: str | os.PathLike[str] | Store,
         *,
         limit: int,
+        deadline: float | None = None,
         policy: LoopDetectorPolicy,
         durability: Durability,
         lease_seconds: float,
@@ -143,7 +145,7 @@ class Ledger:
             self._store = open_store(db_path, durability=durability, clock=self._clock)
         else:
             self._store = db_path
-        arguments = (label, lease_seconds, heartbeat_seconds, limit, undeclared, policy.rule)
+        arguments = (label, lease_seconds, heartbeat_seconds, limit, deadline, undeclared, policy.rule)
         self._leases = Leases(self._store, self._clock, *arguments)
         self._driver = SyncDriver(self._store, self._clock, self._leases, durability)
         _open.add(self)
@@ -297,8 +299,8 @@ class Ledger:
         """
         run = self._run(run_id)
         with run.lock:
-            if run.in_flight is not None:
-                raise UnorderedStep(run_id, "detach", run.in_flight.tool)
+            if run.is_busy:
+                raise UnorderedStep(run_id, "detach", run.busy_with)
             if not run.is_held and self._store.head(run_id) is None:
                 raise RunNotFound(run_id)
             self._driver.give_back(run)
@@ -311,7 +313,7 @@ class Ledger:
         deadline = self._clock.elapsed() + (wait or 0.0)
         while True:
             with run.lock:
-                if run.in_flight is None and not run.pins:
+                if not run.is_busy and not run.pins:
                     was_held = run.is_held
                     run.is_settled = False
                     break
@@ -341,6 +343,10 @@ class Ledger:
         run = self._leases.run(name)
         self._attach(run, wait, draft)
         return run
+
+    def _perform(self, run: HeldRun, call: Call) -> Any:
+        self._driver.make(run, call)
+        return self._driver.obey(step(run, call))
 
 
 class AgentRunLedger(Ledger):
@@ -385,6 +391,7 @@ class AgentRunLedger(Ledger):
         super().__init__(
             db_path,
             limit=steps,
+            deadline=budget.deadline.timestamp() if budget is not None and budget.deadline is not None else None,
             policy=policy
             or LoopDetectorPolicy(
                 max_repetitions=int(loop_threshold) if loop_threshold is _LOOP_THRESHOLD else loop_threshold
@@ -448,7 +455,9 @@ class AgentRunLedger(Ledger):
         `RunClosed` on a run that has ended, `ReplayDivergence` where the log has another call at this place.
         """
         call = function_call(tool_name, arguments, execution_fn, declared(options), self._payload_limit)
-        return self._driver.obey(step(self._run(run_id), call))
+        run = self._run(run_id)
+        call.branch = run.root
+        return self._perform(run, call)
 
     def resume_run(self, run_id: str, *, wait: float | None = None) -> list[StepRecord]:
         """Take a run over and return its steps; the next `execute_step` goes on at the first position without an outcome.
@@ -509,7 +518,7 @@ class Run:
         return cast(uuid.UUID, self._value("uuid4", uuid.uuid4()))
 
     def _value(self, name: str, fresh: Any) -> Any:
-        return self._ledger._obey(runs.value(self._run, name, fresh))
+        return self._ledger._obey(runs.value(self._run, self._run.root, caller(), name, fresh))
 
 
 class OpenRun:

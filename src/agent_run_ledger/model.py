@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from decimal import Decimal
 from enum import StrEnum
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+if TYPE_CHECKING:
+    from datetime import datetime
 
 LIBRARY_VERSION = "0.1.0"
 """What every intent names as a part of its environment; the package's `__version__`."""
@@ -101,13 +104,20 @@ class RetryPolicy:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """The limits of one run. ``steps`` counts first dispatches and refusals; ``None`` leaves it to ``max_steps``."""
+    """The limits of one run.
+
+    ``steps`` counts first dispatches and refusals; ``None`` leaves it to ``max_steps``. From ``deadline`` on, an aware datetime,
+    nothing new is dispatched and the run ends; what runs at that moment is not interrupted.
+    """
 
     steps: int | None = None
+    deadline: datetime | None = None
 
     def __post_init__(self) -> None:
         if self.steps is not None and (type(self.steps) is not int or self.steps < 1):
             raise ValueError(f"Budget.steps is a whole number of at least 1, not {self.steps!r}")
+        if self.deadline is not None and getattr(self.deadline, "tzinfo", None) is None:
+            raise ValueError(f"Budget.deadline is a datetime with a time zone, not {self.deadline!r}")
 
 
 @dataclass(frozen=True, slots=True)

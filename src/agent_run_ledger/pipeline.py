@@ -11,7 +11,6 @@ from agent_run_ledger.contract import Clock, Store
 from agent_run_ledger.drivers.leases import HeldRun
 from agent_run_ledger.engine import runs
 from agent_run_ledger.engine.call import Call, StepOptions, declared
-from agent_run_ledger.engine.steps import step
 from agent_run_ledger.errors import InvalidArguments, InvalidPipeline
 from agent_run_ledger.ledger import PAYLOAD_LIMIT, Durability, Ledger, park
 from agent_run_ledger.model import RunState
@@ -173,7 +172,7 @@ class RunLedger(Ledger):
                 outputs: dict[str, Any] = {}
                 for each in order:
                     arguments, sources = each.bind(given, outputs)
-                    outputs[each.name] = self._driver.obey(step(run, self._call(each, arguments, sources)))
+                    outputs[each.name] = self._perform(run, self._call(each, arguments, sources))
                 sinks = self._sinks(order)
                 result = (
                     outputs[sinks[0].name] if len(sinks) == 1 else {sink.name: outputs[sink.name] for sink in sinks}
@@ -197,7 +196,7 @@ class RunLedger(Ledger):
         returned = {name: kind for name, kind in types.items() if kind is not None}
         return Call(
             each.name, arguments, each.fn, each.options, environment, True, self._payload_limit, returned | each.parameters,
-            each.name, each.depends_on,
+            place=each.name, after=each.depends_on,
         )  # fmt: skip
 
     @staticmethod

@@ -245,7 +245,7 @@ class MortalDriver(SyncDriver):
 
 def _is_settled(step: Any) -> bool:
     """Whether a step has an outcome that stands: any but a failure that nothing has followed."""
-    return step.outcome is not None and (step.outcome.is_final or step.followed)
+    return bool(step.stands)
 
 
 def facts(history: Any) -> Any:

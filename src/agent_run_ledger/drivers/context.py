@@ -1,8 +1,11 @@
-"""Which step the calling code is in."""
+"""Who is calling: which step, which run and which branch the calling code is in, and in which task or thread."""
 
 from __future__ import annotations
 
+from _thread import get_ident
+from collections.abc import Callable
 from contextvars import ContextVar
+from typing import Any
 
 from agent_run_ledger.drivers.leases import HeldRun, Leases
 from agent_run_ledger.engine.history import StepHistory
@@ -61,3 +64,22 @@ def current_step() -> StepContext:
             "current_step() was called outside of a step: it is known only inside the function of a step"
         )
     return context
+
+
+place_variable: ContextVar[Any] = ContextVar("agent_run_ledger_place", default=None)
+"""The `faces.Place` of the run and the branch whose program the calling code is; None: of no run."""
+
+
+class _Callers:
+    task: Callable[[], object] | None = None
+    """The running task of an event loop, or None outside of one; known as soon as somebody uses one."""
+
+
+callers = _Callers()
+
+
+def caller() -> object:
+    """The task or thread that is calling: calls of two of them in one branch have no order that could be replayed."""
+    if callers.task is not None and (task := callers.task()) is not None:
+        return task
+    return get_ident()

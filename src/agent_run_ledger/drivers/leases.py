@@ -10,10 +10,11 @@ from collections.abc import Callable
 from types import TracebackType
 
 from agent_run_ledger.contract import Clock, Store
+from agent_run_ledger.drivers.workers import Work
 from agent_run_ledger.engine.history import History
 from agent_run_ledger.engine.live import LiveRun
 from agent_run_ledger.engine.log import Draft, seal
-from agent_run_ledger.errors import LeaseLost, RunNotFound, RunOwned, StoreUnavailable
+from agent_run_ledger.errors import LeaseLost, RunNotFound, RunOwned, StoreBusy, StoreError, StoreFull, StoreUnavailable
 from agent_run_ledger.rules.loops import Rule
 
 POLL_SECONDS = 0.05
@@ -37,6 +38,8 @@ class HeldRun(LiveRun):
         """Whether the run was used since the last heartbeat."""
         self.is_settled = False
         """Whether the run has ended and its end is known here: there is nothing to claim and nothing more to read."""
+        self.left_running: dict[str, Work] = {}
+        """The threads of steps that ran out of time, by position."""
 
     def __enter__(self) -> None:
         with self.lock:
@@ -47,6 +50,16 @@ class HeldRun(LiveRun):
     ) -> None:
         with self.lock:
             self.pins -= 1
+
+    def leave_running(self, position: str, work: Work) -> None:
+        """The step ran out of time, and its function goes on."""
+        self.left_running[position] = work
+        self.late.add(position)
+
+    def let_go_of(self, position: str) -> None:
+        """The function has ended, and what it did is known."""
+        self.left_running.pop(position, None)
+        self.late.discard(position)
 
     def slim(self) -> None:
         """Keep of an ended run only how it ended, for a program that still calls; its steps are read again when asked for."""
@@ -60,6 +73,12 @@ class HeldRun(LiveRun):
         self.is_settled = True
 
 
+def is_owed(run: LiveRun, draft: Draft) -> bool:
+    """Whether the log still lacks this outcome."""
+    step = run.history.positions.get(draft.position or "")
+    return step is not None and step.outcome is None and step.attempts == draft.attempt
+
+
 class Leases:
     """The runs of one ledger object. One object is one owner, whatever threads use it."""
 
@@ -71,6 +90,7 @@ class Leases:
         lease_seconds: float,
         heartbeat_seconds: float,
         limit: int,
+        deadline: float | None,
         undeclared: str,
         rule: Callable[[], Rule],
     ) -> None:
@@ -80,6 +100,7 @@ class Leases:
         self._lease_seconds = lease_seconds
         self._heartbeat_seconds = heartbeat_seconds
         self._limit = limit
+        self._deadline = deadline
         self._undeclared = undeclared
         self._rule = rule
         self._forget()
@@ -103,6 +124,7 @@ class Leases:
                 if len(self._runs) >= _KEPT:
                     self._runs = {key: kept for key, kept in self._runs.items() if not kept.is_settled}
                 fresh = HeldRun(History(run_id, b""), self._limit, self._undeclared)
+                fresh.deadline = self._deadline
                 run = self._runs.setdefault(run_id, fresh)
         return run
 
@@ -156,16 +178,19 @@ class Leases:
         return History.read(run_id, self._store.secret(run_id), rows, self._rule())
 
     def _took(self, run: HeldRun, token: int, expires: float) -> None:
-        # Under the same token nobody else has written: what is owed and not in the log is owed still.
-        run.owed = [each for each in run.owed if each[0].seq > run.history.size] if token == run.token else []
+        positions = run.history.positions
+        if token != run.token:  # somebody else may have written meanwhile, and has settled what was ours to settle
+            run.owed = []
+            run.in_flight.clear()
+            for position in list(run.interrupted):
+                if position in positions and positions[position].outcome is not None:
+                    del run.interrupted[position]
         run.token = token
         run.expires = expires
         run.is_held = True
-        run.in_flight = None
+        run.in_flight = {position: positions[position] for position in run.in_flight if position in positions}
         run.requests = []
         run.inbox = run.history.honoured
-        if run.interrupted is not None and run.history.positions[run.interrupted].outcome is not None:
-            run.interrupted = None  # whoever held the run in between has settled it
         if self._heart is None:
             self._start()
 
@@ -203,28 +228,37 @@ class Leases:
             run.inbox = run.requests[-1].id
 
     def require(self, run: HeldRun, token: int) -> None:
-        """Raises where the run is not held under this token any more."""
+        """Raises where the run is not ours under this token any more. What was in doubt is read anew."""
         if self._is_closed:
             raise StoreUnavailable(
                 f"the ledger was closed while a step of run {run.run_id!r} was under way: its outcome cannot be written, so the "
                 "step is in doubt. Open the ledger anew and run the program again."
             )
-        if not run.is_held or run.token != token:
+        if not run.is_held and run.token == token:
+            try:
+                self.hold(run)
+            except RunOwned:
+                raise LeaseLost(run.run_id, token) from None
+        if run.token != token:
             raise LeaseLost(run.run_id, token)
 
     def lost(self, run: HeldRun) -> None:
-        """Somebody else has the run. What was in flight is the new owner's to settle; the program stands before that call again."""
+        """Somebody else has the run. What is in flight here is the new owner's to settle."""
         run.is_held = False
-        if run.in_flight is not None:
-            run.stand_before(run.in_flight)
-        run.in_flight = None
+        run.token = 0  # what was begun under the old one has lost it, whoever holds the run next
+        run.in_flight.clear()
         run.owed = []
 
-    def doubt(self, run: HeldRun) -> None:
-        """A write was interrupted, and what of it is in the log is not known: the run is read anew before its next entry."""
-        if run.in_flight is not None:
-            run.leave(run.in_flight)
-        run.is_held = False
+    def failed(self, run: HeldRun, drafts: list[Draft], error: BaseException) -> None:
+        """An append failed. What functions have done is owed to the log; where it is not known what was written, it is read anew."""
+        if isinstance(error, LeaseLost):
+            self.lost(run)
+            return
+        if isinstance(error, StoreError):
+            # An outcome that goes before another step's intent is decided anew with it.
+            run.owed += [draft for draft in drafts if draft.kind == "outcome" and draft.position in run.in_flight]
+        if not isinstance(error, StoreBusy | StoreFull):  # those two say that nothing was written
+            run.is_held = False
 
     def give_back(self, run: HeldRun, note: str | None = None) -> None:
         """Let go of the run, so that anybody may claim it at once."""
@@ -269,7 +303,7 @@ class Leases:
         """Renew every lease that is in use: a step in flight, a call on the stack, or a step since the last beat."""
         for run in self.held():
             with run.lock:
-                if run.is_held and (run.in_flight is not None or run.pins or run.is_touched):
+                if run.is_held and (run.made or run.pins or run.is_touched):
                     run.is_touched = False
                     try:
                         self.renew(run, run.token)

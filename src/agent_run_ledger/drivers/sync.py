@@ -9,12 +9,26 @@ from contextlib import suppress
 from typing import Any, TypeVar, cast
 
 from agent_run_ledger.contract import Clock, Store
-from agent_run_ledger.drivers.context import StepContext, step_variable
-from agent_run_ledger.drivers.leases import HeldRun, Leases
+from agent_run_ledger.drivers import workers
+from agent_run_ledger.drivers.context import StepContext, caller, step_variable
+from agent_run_ledger.drivers.leases import POLL_SECONDS, HeldRun, Leases, is_owed
+from agent_run_ledger.engine.call import Call
 from agent_run_ledger.engine.commit import prepare
-from agent_run_ledger.engine.effects import Ask, Commit, Flow, Invoke, Moment, Result, Wait, Warn
-from agent_run_ledger.engine.log import Sealed
-from agent_run_ledger.errors import LeaseLost, Reentered, StoreBusy, StoreError, StoreFull
+from agent_run_ledger.engine.effects import (
+    Ask,
+    AwaitLate,
+    Commit,
+    Flow,
+    Invoke,
+    Moment,
+    Quiet,
+    Result,
+    Turn,
+    Wait,
+    Warn,
+)
+from agent_run_ledger.engine.log import Draft, Sealed, seal
+from agent_run_ledger.errors import LeaseLost, Reentered, StoreError
 
 T = TypeVar("T")
 
@@ -28,6 +42,15 @@ class SyncDriver:
         self._leases = leases
         self._synced = durability == "full"
         self._warned: set[str] = set()
+
+    def make(self, run: HeldRun, call: Call) -> None:
+        """The program makes this call now, in the calling thread or task. Raises `UnorderedStep`."""
+        call.store_arguments()
+        call.maker = caller()
+        if run.lock._is_owned():  # type: ignore[attr-defined] # by this very thread, which a signal handler interrupted
+            raise Reentered(f"run {run.run_id!r}")
+        with run.lock:
+            run.make(call)
 
     def obey(self, flow: Flow[T]) -> T:
         """Perform the flow's effects one after the other; return what it returns, raise what it raises."""
@@ -55,6 +78,12 @@ class SyncDriver:
             return self._wait(effect)
         if isinstance(effect, Warn):
             return self._warn(effect)
+        if isinstance(effect, Turn):  # whoever calls from a thread of his own is in nobody's order
+            return self._take_turn(effect)
+        if isinstance(effect, Quiet):
+            return self._wait_for_quiet(effect)
+        if isinstance(effect, AwaitLate):
+            return self._await_late(effect)
         with suppress(StoreError):  # what made the flow let go is the news; the lease runs out by itself
             self.give_back(cast(HeldRun, effect.run), effect.note)
         return None
@@ -69,7 +98,9 @@ class SyncDriver:
     def pay(self, run: HeldRun) -> None:
         """Write the outcomes that the store could not take before. Call under the run's lock, with the run held."""
         while run.owed:
-            if self._append(run, run.owed, synced=True):
+            owed = [draft for draft in run.owed if is_owed(run, draft)]
+            sealed = seal(run.history, run.token, self._clock.now(), owed)
+            if not sealed or self._append(run, sealed, owed, synced=True):
                 run.owed = []
 
     def close(self) -> None:
@@ -87,17 +118,7 @@ class SyncDriver:
         if run.lock._is_owned():  # type: ignore[attr-defined] # by this very thread, which a signal handler interrupted
             raise Reentered(f"run {run.run_id!r}")
         with run.lock:
-            before = run.in_flight
-            try:
-                return self._decide(run, effect)
-            except Exception:
-                raise
-            except (
-                BaseException
-            ):  # interrupted between the write and the flow's next line: nobody else would let go of the step
-                if run.in_flight is not None and run.in_flight is not before:
-                    run.leave(run.in_flight)
-                raise
+            return self._decide(run, effect)
 
     def _decide(self, run: HeldRun, effect: Commit) -> Any:
         if effect.token is not None:
@@ -109,39 +130,26 @@ class SyncDriver:
         if run.owed:
             self.pay(run)
         while True:
-            plan, sealed = prepare(run, effect.decide, Moment(self._clock.now(), random.random()))
-            if not sealed or self._append(run, sealed, self._synced if plan.synced is None else plan.synced):
+            prepared = prepare(run, (effect.decide,), Moment(self._clock.now(), random.random()))
+            sealed, synced = prepared.sealed, prepared.synced
+            if not sealed or self._append(
+                run, sealed, prepared.drafts, synced=self._synced if synced is None else synced
+            ):
                 break
-        if plan.call is not None:
-            plan.call.step = run.in_flight
-        if plan.reached is not None:
-            run.advance(plan.reached)
-            run.replayed += plan.is_replay
+        plan = prepared.plans[0]
+        run.replayed += plan.is_replay
         if plan.error is not None:
             raise plan.error
         return plan.answer
 
-    def _append(self, run: HeldRun, sealed: list[Sealed], synced: bool) -> bool:
+    def _append(self, run: HeldRun, sealed: list[Sealed], drafts: list[Draft], *, synced: bool) -> bool:
         """Append and take in; False where somebody has asked something of the run meanwhile, so decide again."""
         try:
             written = self._store.append(run.run_id, run.token, run.inbox, [row for row, _ in sealed], synced=synced)
             if written:
                 run.absorb(sealed)
-        except LeaseLost:
-            self._leases.lost(run)
-            raise
-        except StoreError as error:
-            # Only what the function has done is owed. An outcome that goes before another step's intent is decided anew with it.
-            step = run.in_flight
-            if step is not None and any(row.kind == "outcome" and row.position == step.position for row, _ in sealed):
-                run.owed = sealed
-                run.in_flight = None
-                run.stand_before(step)
-            if not isinstance(error, StoreBusy | StoreFull):  # those two say that nothing was written
-                self._leases.doubt(run)
-            raise
-        except BaseException:
-            self._leases.doubt(run)
+        except BaseException as error:
+            self._leases.failed(run, drafts, error)
             raise
         if not written:
             self._leases.fetch_requests(run)
@@ -157,7 +165,13 @@ class SyncDriver:
             self._tell_replayed(run)
         token = step_variable.set(StepContext(self._leases, run, effect.step))
         try:
-            value = effect.function(**effect.arguments)
+            if effect.timeout is None:
+                value = effect.function(**effect.arguments)
+            else:
+                result = self._in_a_thread(run, effect, effect.timeout)
+                if result.error is not None:
+                    return result
+                value = result.value
         except BaseException as error:
             return Result(None, error)
         finally:
@@ -169,6 +183,41 @@ class SyncDriver:
                 None, TypeError(f"{effect.step.tool!r} returned an awaitable: a synchronous run cannot await it")
             )
         return Result(value, None)
+
+    def _in_a_thread(self, run: HeldRun, effect: Invoke, seconds: float) -> Result:
+        """The function's result, or a `TimeoutError` after `seconds`; the thread is left to itself then."""
+        work = workers.start(effect.function, effect.arguments, effect.step.tool)
+        if work.wait(seconds):
+            return work.result
+        with run.lock:
+            run.leave_running(effect.step.position, work)
+        return Result(None, TimeoutError(f"no result within {seconds:g} s"))
+
+    def _await_late(self, effect: AwaitLate) -> Result | None:
+        run = cast(HeldRun, effect.run)
+        work = run.left_running.get(effect.position)
+        if work is None:
+            return None
+        with run:
+            end = None if effect.at_most is None else self._clock.elapsed() + effect.at_most
+            while not work.wait(
+                POLL_SECONDS if end is None else min(POLL_SECONDS, max(0.0, end - self._clock.elapsed()))
+            ):
+                if run.is_cancelled or (end is not None and self._clock.elapsed() >= end):
+                    return None
+        with run.lock:
+            run.let_go_of(effect.position)
+        return work.result
+
+    @staticmethod
+    def _take_turn(effect: Turn) -> None:
+        if effect.run.turns is not None:
+            effect.run.turns.handed(effect.call.position)
+
+    def _wait_for_quiet(self, effect: Quiet) -> None:
+        run = cast(HeldRun, effect.run)
+        while run.in_flight:
+            self._clock.sleep(POLL_SECONDS)
 
     def _wait(self, effect: Wait) -> None:
         run = cast(HeldRun, effect.run)

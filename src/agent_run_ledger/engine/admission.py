@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from agent_run_ledger.engine.history import StepHistory
-from agent_run_ledger.engine.live import LiveRun
+from agent_run_ledger.engine.live import Branch, LiveRun
 from agent_run_ledger.engine.log import Draft
-from agent_run_ledger.engine.outcomes import cancelled, in_doubt, parked_in_doubt
-from agent_run_ledger.errors import LedgerError, RunClosed, RunInputMismatch, StepInDoubt, UnorderedStep
+from agent_run_ledger.engine.outcomes import cancelled, in_doubt, missed, parked_in_doubt
+from agent_run_ledger.errors import LedgerError, RunClosed, RunInputMismatch, StepInDoubt
 from agent_run_ledger.model import Effect, RunState, StepState
 
 
-def refusal(run: LiveRun, asked: str, *, pipeline: bool | None = None) -> LedgerError | None:
-    """Why the run answers no call at all, not even with what it recorded: it ended badly, or another call is in flight.
+def refusal(run: LiveRun, *, pipeline: bool | None = None) -> LedgerError | None:
+    """Why the run answers no call at all, not even with what it recorded: it ended badly.
 
     `pipeline` says what kind of program asks, where that matters: a pipeline's run takes no steps of another program.
     """
@@ -20,18 +22,22 @@ def refusal(run: LiveRun, asked: str, *, pipeline: bool | None = None) -> Ledger
         return RunInputMismatch(run.run_id, "kind of program")
     if state is RunState.QUARANTINE or (state.is_terminal and state is not RunState.COMPLETED):
         return closed(run)
-    if run.in_flight is not None:
-        return UnorderedStep(run.run_id, asked, run.in_flight.tool)
     return None
 
 
-def ending(run: LiveRun) -> RunClosed | None:
-    """Why nothing new may begin: the run has ended, or its end was asked for and is recorded with the next append."""
+def ending(run: LiveRun) -> LedgerError | None:
+    """Why nothing new may begin: the run has ended, its end was asked for, or its program is not the one that is recorded."""
     if run.history.state.is_terminal:
         return closed(run)
     if run.is_cancelled:
         return RunClosed(run.run_id, RunState.CANCELLED)
-    return None
+    return run.divergence
+
+
+def follows(run: LiveRun, branch: Branch) -> dict[str, Any]:
+    """The field that names the failures which the program of this branch was told of: whatever it does next acts upon them."""
+    named = [position for position in run.history.trailing if position in branch.hears]
+    return {"follows": named} if named else {}
 
 
 def closed(run: LiveRun) -> RunClosed:
@@ -44,23 +50,35 @@ def must_not_repeat(run: LiveRun, effect: Effect | None) -> bool:
     return effect is Effect.MUTATE or (effect is None and run.undeclared == "block")
 
 
-def left_in_doubt(run: LiveRun, *, whole: bool = False) -> tuple[list[Draft], StepInDoubt | None]:
-    """What comes first when a program goes on although a step has no outcome: the step is recorded as cancelled.
+def left_in_doubt(run: LiveRun, branch: Branch | None) -> tuple[list[Draft], StepInDoubt | None]:
+    """What comes first when a program goes on although a call gave it no outcome: that it was interrupted is recorded.
 
     Where a second dispatch could do harm nothing is recorded of it: the run parks, and the program is told that the step is in doubt.
-    `whole` looks at every step, for a program that wants to end; else only at the one that was interrupted.
+    Without a branch it looks at every step, for a program that wants to end.
     """
+    if branch is not None and not run.interrupted:
+        return [], None
     drafts: list[Draft] = []
-    for step in run.history.positions.values() if whole else _interrupted(run):
-        if step.outcome is not None:
+    steps = run.history.positions
+    for position, (owner, call) in run.interrupted.items():
+        if branch is not None and owner is not branch:
             continue
-        if must_not_repeat(run, step.declared):
-            why = "it was interrupted or never settled, and the program goes on"
-            park = [] if step.state == StepState.BLOCKED else [parked_in_doubt(step, why)]
-            return park, in_doubt(run, step, why)
-        drafts.append(cancelled(step))
+        step = steps.get(position)
+        if step is not None and step.outcome is None:
+            if call.was_dispatched and must_not_repeat(run, step.declared):
+                return _doubt(run, step)
+            drafts.append(cancelled(step))
+        elif position not in run.history.missed and (step is None or not step.missed):
+            drafts.append(missed(call, step))
+    for step in steps.values() if branch is None else ():
+        if step.outcome is None and step.position not in run.interrupted:
+            if must_not_repeat(run, step.declared):
+                return _doubt(run, step)
+            drafts.append(cancelled(step))
     return drafts, None
 
 
-def _interrupted(run: LiveRun) -> list[StepHistory]:
-    return [] if run.interrupted is None else [run.history.positions[run.interrupted]]
+def _doubt(run: LiveRun, step: StepHistory) -> tuple[list[Draft], StepInDoubt]:
+    why = "it was interrupted or never settled, and the program goes on"
+    park = [] if step.state == StepState.BLOCKED else [parked_in_doubt(step, why)]
+    return park, in_doubt(run, step, why)

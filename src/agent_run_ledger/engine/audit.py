@@ -19,7 +19,7 @@ _COLUMNS: tuple[tuple[str, type, Any], ...] = (
     ("encoding", str, None),
 )  # fmt: skip
 """Each column's type, and what is taken for it where the type is another; None: the column may be empty."""
-_NO_MOVE = {"created", "value", "redispatched_undeclared"}
+_NO_MOVE = {"created", "value", "missed", "redispatched_undeclared"}
 _EVENTS = {
     "intent": {Event.START_STEP},
     "outcome": {Event.STEP_SUCCESS, Event.STEP_ERROR},
@@ -167,6 +167,8 @@ class _Auditor:
             reach = DELTA[self.state]
             what = "outcome, to be retried" if row.kind == "outcome" and "retry_at" in body else row.kind
             legal = {reach[event] for event in _EVENTS.get(what, ()) if event in reach}
+            if row.kind in ("outcome", "parked") and row.position is not None:  # the others go on
+                legal = {self.history.stands_as(each, {row.position}) for each in legal}
         if state not in legal:
             after = f"{row.kind!r} after {self.state}"
             self.found(row.seq, "lifecycle", f"{state} does not follow from {after} by the lifecycle table")

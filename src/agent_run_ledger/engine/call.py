@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, Literal, NamedTuple, TypedDict
 
 from agent_run_ledger.engine import recovery
-from agent_run_ledger.engine.history import StepHistory
-from agent_run_ledger.errors import InvalidArguments
+from agent_run_ledger.engine.live import Branch
+from agent_run_ledger.errors import InvalidArguments, UnserialisableArguments
 from agent_run_ledger.model import Effect, RetryPolicy
+from agent_run_ledger.rules import canonical, digests, functions
 from agent_run_ledger.rules.names import check_name
+
+MAX_TIMEOUT = 366 * 86_400.0
 
 
 class Options(NamedTuple):
@@ -23,6 +26,10 @@ class Options(NamedTuple):
     fatal: tuple[type[BaseException], ...] = ()
     may_repeat: bool = False
     version: str | None = None
+    kind: str = "tool"
+    timeout: float | None = None
+    identity: Callable[[dict[str, Any]], Any] | None = None
+    step_key: str | None = None
 
 
 class StepOptions(TypedDict, total=False):
@@ -42,6 +49,14 @@ class StepOptions(TypedDict, total=False):
     """Equal calls with an equal outcome are no loop."""
     version: str | None
     """Stands for the tool's code: another one counts attempts afresh."""
+    kind: Literal["tool", "model"]
+    """`"model"` marks the call of a model: it is `Effect.READ` unless something else is declared."""
+    timeout: float | None
+    """Seconds after which an attempt has failed with `TimeoutError`; a synchronous function runs in a thread of its own then."""
+    identity: Callable[[dict[str, Any]], Any] | None
+    """What of the arguments identifies the call: a replay may differ in the rest."""
+    step_key: str | None
+    """A name for this call that gives it a position free of order, as the model's tool_call_id does."""
 
 
 def declared(given: StepOptions) -> Options:
@@ -57,6 +72,18 @@ def declared(given: StepOptions) -> Options:
         raise InvalidArguments(f"retry= is a RetryPolicy, not {options.retry!r}; nothing was dispatched")
     if options.version is not None:
         check_name("version", options.version)
+    if options.step_key is not None:
+        check_name("step_key", options.step_key)
+    if options.timeout is not None and (
+        type(options.timeout) not in (int, float) or not 0 < options.timeout <= MAX_TIMEOUT
+    ):
+        raise InvalidArguments(f"timeout= is a number of seconds, more than 0, not {options.timeout!r}")
+    if options.identity is not None and not callable(options.identity):
+        raise InvalidArguments(f"identity= is a function of the arguments, not {options.identity!r}")
+    if options.kind != "tool":
+        if options.kind != "model":
+            raise InvalidArguments(f"kind= is 'tool' or 'model', not {options.kind!r}; nothing was dispatched")
+        options = options._replace(effect=options.effect or Effect.READ)
     if options.effect is not None and type(options.effect) is not Effect:
         options = options._replace(effect=_effect(options.effect))
     if options.raises != () or options.fatal != ():
@@ -104,16 +131,45 @@ class Call:
     """The largest payload, in canonical bytes."""
     parameters: Mapping[str, Any] = field(default_factory=dict)
     """The annotations by which stored arguments are made into the declared classes again."""
-    position: str | None = None
-    """Its place, where it has a name of its own; None: the next of the run's own branch."""
+    takes_key: bool = False
+    """Whether the function is given the idempotency key as `idempotency_key`."""
+    max_attempts: int = 0
+    """Dispatches over errors, crashes and reruns; 0: as its options say."""
+    branch: Branch = field(default_factory=Branch)
+    maker: object = None
+    """The task or thread that makes it."""
+    place: str | None = None
+    """Its position, where it has a name of its own as the steps of a pipeline have."""
     after: tuple[str, ...] = ()
     """The positions whose outputs it depends on."""
     stored: bytes = b""
     digest: bytes = b""
-    step: StepHistory | None = None
-    """The step that it has put in flight."""
+    position: str = ""
+    """Its place in the run, from the moment at which it is made."""
+    was_dispatched: bool = False
+    is_delivered: bool = False
+    """Whether its program was given the outcome."""
+    is_dropped: Callable[[], bool] = bool
+    """Whether nobody will ever ask for its outcome: its coroutine was closed before it began."""
+
+    def __post_init__(self) -> None:
+        if not self.max_attempts:
+            retry = self.options.retry
+            self.max_attempts = retry.max_attempts if retry else recovery.DEFAULT_ATTEMPTS
 
     @property
-    def max_attempts(self) -> int:
-        """Dispatches over errors, crashes and reruns."""
-        return self.options.retry.max_attempts if self.options.retry else recovery.DEFAULT_ATTEMPTS
+    def key(self) -> str | None:
+        """Its `step_key`."""
+        return self.options.step_key
+
+    def store_arguments(self) -> None:
+        """Take the arguments as they are now. Raises `UnserialisableArguments` and `PayloadTooLarge`."""
+        try:
+            declared = functions.together(self.parameters.values()) if self.parameters else None
+            what = f"the arguments of {self.tool!r}"
+            self.stored = canonical.encode(self.arguments, limit=self.limit, what=what, declared=declared)
+        except canonical.Unstorable as error:
+            raise UnserialisableArguments(
+                f"{error}. Nothing was dispatched and nothing was written.", error.path
+            ) from None
+        self.digest = digests.plain(self.stored)

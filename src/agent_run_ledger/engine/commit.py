@@ -1,27 +1,73 @@
-"""What goes into one append: what the flow decided, and the answers to what others asked of the run."""
+"""What goes into one append: what the flows of a run decided, and the answers to what others asked of it."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from agent_run_ledger.engine.effects import Decision, Moment, Plan
 from agent_run_ledger.engine.live import LiveRun
-from agent_run_ledger.engine.log import Sealed, seal
+from agent_run_ledger.engine.log import Draft, Sealed, seal
 from agent_run_ledger.engine.runs import honour
 from agent_run_ledger.rules import lifecycle
 
 
-def prepare(run: LiveRun, decide: Decision, moment: Moment) -> tuple[Plan, list[Sealed]]:
-    """Decide, and seal what is to be appended; nothing is changed yet. Requests come after what the flow decided, in order."""
-    plan = decide(run, moment)
-    drafts = plan.drafts
-    if run.requests:
-        state = run.history.state
-        for draft in drafts:
-            state = lifecycle.after(state, draft.event, run.run_id) if draft.event else state
+class Prepared:
+    """What one append of a run is to write, and what it answers to each of the decisions that are in it."""
+
+    __slots__ = ("drafts", "plans", "sealed", "synced")
+
+    def __init__(self, plans: list[Plan], drafts: list[Draft], sealed: list[Sealed], synced: bool | None) -> None:
+        self.plans = plans
+        """One for each decision that was taken, in order; fewer than were given where the last of them has to be written first."""
+        self.drafts = drafts
+        self.sealed = sealed
+        self.synced = synced
+        """Whether stable storage is needed before going on; None leaves it to the ledger's durability."""
+
+
+def prepare(run: LiveRun, decisions: Sequence[Decision], moment: Moment) -> Prepared:
+    """Decide, and seal what is to be appended; nothing is changed yet. Requests come after what the flows decided, in order.
+
+    Several decisions go into one append as long as they only begin and end attempts, each of its own step.
+    """
+    plan = decisions[0](run, moment)
+    plans, drafts, synced = [plan], plan.drafts, plan.synced
+    if len(decisions) > 1:
         drafts = list(drafts)
-        for request in run.requests:
-            answer = None if state.is_terminal else honour(request)
-            if answer is not None:
-                drafts.append(answer)
-                state = lifecycle.after(state, answer.event, run.run_id) if answer.event else state
-                plan.synced = True
-    return plan, seal(run.history, run.token, moment.now, drafts) if drafts else []
+        synced = False if not drafts else synced
+        try:
+            while len(plans) < len(decisions) and all(draft.kind in _ALONGSIDE for draft in plan.drafts):
+                run.ahead += sum(draft.kind == "intent" and draft.attempt == 1 for draft in plan.drafts)
+                plan = decisions[len(plans)](run, moment)
+                plans.append(plan)
+                drafts += plan.drafts
+                if plan.drafts and synced is not True and plan.synced is not False:
+                    synced = plan.synced
+        finally:
+            run.ahead = 0
+    if run.requests:
+        drafts = list(drafts)
+        if _honour(run, drafts):
+            synced = True
+    return Prepared(plans, drafts, seal(run.history, run.token, moment.now, drafts) if drafts else [], synced)
+
+
+_ALONGSIDE = frozenset({"intent", "outcome", "redispatched_undeclared"})
+
+
+def _honour(run: LiveRun, drafts: list[Draft]) -> bool:
+    """Add what answers the requests of others, unless steps are in flight: they finish and are recorded first."""
+    ended = {draft.position for draft in drafts if draft.kind in ("outcome", "parked")}
+    if any(draft.kind == "intent" for draft in drafts) or not run.in_flight.keys() <= ended:
+        return False
+    state = run.history.state
+    for draft in drafts:
+        state = lifecycle.after(state, draft.event, run.run_id) if draft.event else state
+    is_honoured = False
+    for request in run.requests:
+        answer = None if state.is_terminal else honour(request)
+        if answer is not None:
+            drafts.append(answer)
+            state = lifecycle.after(state, answer.event, run.run_id) if answer.event else state
+            is_honoured = True
+    return is_honoured

@@ -32,10 +32,6 @@ class Plan:
     error: BaseException | None = None
     synced: bool | None = None
     """Whether stable storage is needed before going on; None leaves it to the ledger's durability."""
-    reached: str | None = None
-    """The position of the call that the program has made by this; its next one stands behind it."""
-    call: Call | None = None
-    """The call whose intent is among the drafts."""
     is_replay: bool = False
 
 
@@ -49,6 +45,8 @@ class Commit(NamedTuple):
     decide: Decision
     token: int | None = None
     """Refused with `LeaseLost` unless the run is still held under this token; None: whoever holds it now."""
+    is_recorded: bool = False
+    """Whether the log seems to have the answer already, so that nothing will have to be written."""
 
 
 class Result(NamedTuple):
@@ -68,6 +66,31 @@ class Invoke(NamedTuple):
     step: StepHistory
     function: Callable[..., Any]
     arguments: dict[str, Any]
+    timeout: float | None = None
+    """Seconds after which the answer is a `TimeoutError`, whatever the function does then."""
+
+
+class AwaitLate(NamedTuple):
+    """What a function did after its time was up: a `Result`, or None where no such call is left or `at_most` seconds were too few."""
+
+    run: LiveRun
+    position: str
+    at_most: float | None
+
+
+class Turn(NamedTuple):
+    """Wait until it is this call's turn to hand its outcome out."""
+
+    run: LiveRun
+    call: Call
+    seq: int
+    """The entry that the outcome is."""
+
+
+class Quiet(NamedTuple):
+    """Wait until no step of the run is in flight."""
+
+    run: LiveRun
 
 
 class Wait(NamedTuple):
@@ -92,7 +115,7 @@ class Warn(NamedTuple):
     text: str
 
 
-Ask = Commit | Invoke | Wait | GiveBack | Warn
+Ask = Commit | Invoke | AwaitLate | Turn | Quiet | Wait | GiveBack | Warn
 
 T = TypeVar("T")
 Flow = Generator[Ask, Any, T]

@@ -8,6 +8,7 @@ from typing import Any
 
 from agent_run_ledger import merkle
 from agent_run_ledger.contract import Row
+from agent_run_ledger.engine.positions import branch_of
 from agent_run_ledger.errors import StoreCorrupt
 from agent_run_ledger.model import Effect, RunState
 from agent_run_ledger.rules import canonical
@@ -58,14 +59,15 @@ class StepHistory:
     """One step: its first intent, its attempts, and the outcome of the last of them. `outcome` None: in flight or in doubt."""
 
     __slots__ = (
-        "arguments", "attempts", "attempts_of_code", "created_at", "dependencies", "digest", "earlier", "effect", "environment", "fingerprint",
-        "followed", "input", "key", "leaf", "left", "number", "outcome", "position", "redispatched", "state",
-        "token", "tool", "version", "wait",
+        "arguments", "attempts", "attempts_of_code", "created_at", "dependencies", "digest", "earlier", "effect", "environment",
+        "fingerprint", "followed", "input", "key", "leaf", "left", "missed", "number", "outcome", "position", "redispatched", "seq",
+        "state", "token", "tool", "version", "wait",
     )  # fmt: skip
 
     def __init__(self, row: Row, body: dict[str, Any]) -> None:
         assert row.position is not None
         self.position = row.position
+        self.seq = row.seq
         self.number: int = body["step"]
         self.tool: str = body["tool"]
         self.key: str = body["key"]
@@ -83,6 +85,8 @@ class StepHistory:
         self.followed = False
         self.redispatched = 0
         """The attempt that was made without knowing what a second dispatch does; 0: none was."""
+        self.missed = 0
+        """The seq of the entry that says that the program was interrupted before it got the outcome, and went on; 0: it got it."""
         self.outcome: Outcome | None = None
         self.earlier: Outcome | None = None
         """The outcome of the attempt before the one under way."""
@@ -91,7 +95,12 @@ class StepHistory:
     @property
     def is_settled(self) -> bool:
         """Whether the program has its outcome. One whose retry was due has it, too, once something follows: there was no retry."""
-        return self.outcome is not None and (self.outcome.retry_at is None or self.followed)
+        return self.outcome is not None and (self.outcome.retry_at is None or self.followed or self.missed > 0)
+
+    @property
+    def stands(self) -> bool:
+        """Whether a rerun gets what is recorded: any outcome but a plain failure that nobody has acted upon."""
+        return self.outcome is not None and (self.outcome.is_final or self.followed or self.missed > 0)
 
     @property
     def declared(self) -> Effect | None:
@@ -129,6 +138,20 @@ class StepHistory:
         self.version = row.seq
 
 
+class Missed:
+    """A call that was made and interrupted before anything else of it was written, by a program that went on."""
+
+    __slots__ = ("arguments", "digest", "input", "position", "seq", "tool")
+
+    def __init__(self, row: Row, body: dict[str, Any]) -> None:
+        self.position = row.position or ""
+        self.seq = row.seq
+        self.tool: str = body["tool"]
+        self.input: str = body["payload"]
+        self.arguments = row.payload
+        self.digest = row.digest
+
+
 class History:
     """One run as its entries tell it. Nothing is in here that the entries do not say."""
 
@@ -152,12 +175,17 @@ class History:
         """The id of the last request that became an entry."""
         self.positions: dict[str, StepHistory] = {}
         self.values: dict[str, tuple[dict[str, Any], bytes | None]] = {}
+        self.missed: dict[str, Missed] = {}
+        self.trailing: dict[str, StepHistory] = {}
+        """Steps whose failure nobody has acted upon."""
+        self.running: set[str] = set()
+        """Positions of steps that are dispatched and have no outcome."""
+        self.waiting: set[str] = set()
+        """Positions of steps that wait for a retry, or for somebody to say what happened."""
         self.verdict = OK
         self.looping: tuple[str, str] | None = None
         """Tool and input digest of the calls that the verdict is about."""
         self._rule = rule
-        self._last: StepHistory | None = None
-        """The last step of the run's own branch: a further call there has acted on its outcome."""
 
     @classmethod
     def read(cls, run_id: str, secret: bytes, rows: Iterable[Row], rule: Rule | None = None) -> History:
@@ -200,44 +228,78 @@ class History:
 
     def _intent(self, row: Row, body: dict[str, Any]) -> None:
         self.cause = None
-        step = self.positions.get(row.position or "")
+        position = row.position or ""
+        self.running.add(position)
+        step = self.positions.get(position)
         if step is not None:
+            self.waiting.discard(position)
+            self.trailing.pop(position, None)
             step.dispatched(row, body)
             return
-        self._follow()
-        step = StepHistory(row, body)
-        self.positions[step.position] = step
-        if not self.pipeline:
-            self._last = step
+        if self.trailing:
+            self._follow(position, body)
+        self.positions[position] = StepHistory(row, body)
 
     def _outcome(self, row: Row, body: dict[str, Any]) -> None:
-        step = self.positions[row.position or ""]
+        position = row.position or ""
+        step = self.positions[position]
         step.settled(row, body)
-        if self._rule is not None and "retry_at" not in body:
+        self.running.discard(position)
+        if body["ok"] == "failed":
+            if not self.pipeline:  # its steps stand in no order: nothing follows a failure there
+                self.trailing[position] = step
+            if "retry_at" in body:
+                self.waiting.add(position)
+                return
+        if self.waiting:
+            self.waiting.discard(position)
+        if self._rule is not None:
             # what may repeat is new each time, so it is no part of a loop and breaks a row of others
             outcome = f"entry {row.seq}" if body.get("may_repeat") else body.get("error_id") or body["payload"]
             self.verdict = self._rule.observe(Call(step.number, step.tool, step.input, outcome))
             self.looping = (step.tool, step.input)
 
     def _other(self, row: Row, body: dict[str, Any]) -> None:
-        kind = row.kind
-        if kind in ("refused", "value"):
-            self._follow()
+        kind, position = row.kind, row.position
+        if position is not None and self.trailing and kind in ("refused", "value", "missed"):
+            self._follow(position, body)
         if kind == "value":
-            assert row.position is not None
-            self.values[row.position] = (body, row.payload)
+            assert position is not None
+            self.values[position] = (body, row.payload)
         elif kind == "finished":
-            self._follow()
+            for step in self.trailing.values():
+                step.followed = True
+            self.trailing.clear()
             self.result, self.result_digest = row.payload, body["payload"]
         elif kind in ("parked", "refused", "exhausted", "aborted", "cancelled"):
             self.cause = row.payload
-        if row.position is not None and (step := self.positions.get(row.position)) is not None:
-            step.marked(row, body)
+        if position is not None and (known := self.positions.get(position)) is not None:
+            if kind == "missed":
+                known.missed = row.seq
+                self.trailing.pop(position, None)
+                self.waiting.discard(position)
+            elif kind == "parked":
+                self.running.discard(position)
+                self.waiting.add(position)
+            known.marked(row, body)
+        elif kind == "missed":
+            self.missed[position or ""] = Missed(row, body)
         self.honoured = body.get("request", self.honoured)
 
-    def _follow(self) -> None:
-        if self._last is not None:
-            self._last.followed = True
+    def _follow(self, position: str, body: dict[str, Any]) -> None:
+        """A call at `position` acts on the failures of its own branch, and on those of other branches that it names."""
+        branch, named = branch_of(position), body.get("follows", ())
+        for at, step in list(self.trailing.items()):
+            if branch_of(at) == branch or at in named:
+                step.followed = True
+                self.waiting.discard(at)
+                del self.trailing[at]
+
+    def stands_as(self, state: RunState, settled: set[str]) -> RunState:
+        """The state of a run with branches, of which the steps at `settled` have just ended: as its busiest branch."""
+        if self.running - settled:
+            return RunState.RUNNING
+        return RunState.BLOCKED if self.waiting - settled else state
 
     @property
     def cause_text(self) -> str | None:

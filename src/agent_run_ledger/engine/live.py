@@ -4,7 +4,38 @@ from __future__ import annotations
 
 from agent_run_ledger.contract import Request
 from agent_run_ledger.engine.history import History, StepHistory
-from agent_run_ledger.engine.log import Sealed
+from agent_run_ledger.engine.log import Draft, Sealed
+from agent_run_ledger.engine.positions import keyed, named, within
+from agent_run_ledger.engine.turns import Turns
+from agent_run_ledger.errors import ReplayDivergence, StepInDoubt, UnorderedStep
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from agent_run_ledger.engine.call import Call
+
+
+class Branch:
+    """One line of calls: the run's own, or one that goes on beside it. Its positions begin with its path."""
+
+    __slots__ = ("answered", "cursor", "hears", "maker", "numbered", "path")
+
+    def __init__(self, path: str = "", hears: frozenset[str] = frozenset()) -> None:
+        self.path = path
+        self.cursor = 1
+        """The number of the next call that has no key."""
+        self.numbered = 0
+        """How many of its calls are under way, those with a key left out, and `maker` is who made them."""
+        self.maker: object = None
+        self.hears = set(hears)
+        """The positions of failures that its program was told of."""
+        self.answered: set[str] = set()
+        """The positions with a key that its program was given in this life: asked again they are not called again."""
+
+    def take(self) -> str:
+        """The next position, which belongs to the caller now."""
+        position = within(self.path, str(self.cursor))
+        self.cursor += 1
+        return position
 
 
 class LiveRun:
@@ -15,20 +46,28 @@ class LiveRun:
         self.token = token
         self.limit = limit
         """How many steps and refusals the run may have."""
+        self.deadline: float | None = None
+        """The Unix time from which on nothing new is dispatched."""
         self.undeclared = undeclared
         """`dispatch` or `block`: what an in-doubt step of a tool that declares no effect gets."""
         self.requests: list[Request] = []
         """What others asked for and no entry answers yet."""
         self.inbox = 0
         """The inbox counter as it was last seen: an append is refused when it has moved."""
-        self.cursor = 1
-        """The next position of the run's own branch, for the program that drives it."""
-        self.in_flight: StepHistory | None = None
-        self.interrupted: str | None = None
-        """The position of a step that a cancellation left in doubt while its program goes on."""
-        self.owed: list[Sealed] = []
-        """Sealed outcomes that the store could not take: they go first once it can."""
+        self.owed: list[Draft] = []
+        """Outcomes that the store could not take: they go first once it can."""
+        self.made: dict[str, Call] = {}
+        """The calls that are under way, by position, whether they are dispatched by now or not."""
+        self.in_flight: dict[str, StepHistory] = {}
+        """Those of them that are dispatched."""
+        self.late: set[str] = set()
+        """The positions of steps that ran out of time and whose function goes on in its thread."""
+        self.ahead = 0
+        """How many steps the append that is being decided begins already."""
         self.replayed = 0
+        self.turns: Turns | None = None
+        """The order in which outcomes are handed out, where calls run side by side in an event loop."""
+        self.restart()
 
     @property
     def run_id(self) -> str:
@@ -36,46 +75,131 @@ class LiveRun:
 
     @property
     def is_cancelled(self) -> bool:
-        """Whether somebody asked for the run's end; the next append records it."""
+        """Whether somebody asked for the run's end; it is recorded as soon as nothing is in flight."""
         return bool(self.requests) and any(request.kind == "cancel" for request in self.requests)
 
     def restart(self) -> None:
         """A program begins at its first line: its next call is the run's first."""
-        self.cursor = 1
-        self.interrupted = None
+        self.root = Branch()
+        self.branches: dict[str, Branch] = {"": self.root}
+        self.interrupted: dict[str, tuple[Branch, Call]] = {}
+        """The calls whose program was interrupted before it got their outcome, and the branch that may go on."""
+        self.is_closing = False
+        """Whether the run ends as soon as nothing is in flight: nothing new begins."""
+        self.divergence: ReplayDivergence | None = None
+        """What the program was told when it asked for something else than what is recorded: it appends nothing any more."""
+        self.leaving: str | None = None
+        """Whether the last call that ends gives the run back, and with which note; None: it does not."""
 
-    def advance(self, position: str | None) -> None:
-        """The program has made the call at this position."""
-        if position == str(self.cursor):
-            self.cursor += 1
+    # --- branches -----------------------------------------------------------------------------------------------------
 
-    def stand_before(self, step: StepHistory) -> None:
-        """The program did not get this step's outcome: it stands before that call again, and asking again replays or continues it."""
-        if step.position.isdecimal():
-            self.cursor = min(self.cursor, int(step.position))
+    def open_branch(self, parent: Branch, name: str | None = None, number: str | None = None) -> Branch:
+        """The branch of this name, or of this number below a position that was taken for it, to go on with."""
+        path = within(parent.path, named(name)) if name is not None else str(number)
+        branch = self.branches.get(path)
+        if branch is None:
+            branch = self.branches[path] = Branch(path)
+        branch.hears |= parent.hears
+        return branch
 
-    def leave(self, step: StepHistory) -> None:
-        """A cancellation ended this step's attempt: there is no outcome, the step is in doubt, and its program may go on."""
-        if self.in_flight is step:
-            self.in_flight = None
-            self.interrupted = step.position
-            self.advance(step.position)
+    def close_branch(self, branch: Branch, parent: Branch) -> None:
+        """What the branch knows and left undone is its parent's now. The branch may be opened again."""
+        parent.hears |= branch.hears
+        for position, (owner, call) in self.interrupted.items():
+            if owner is branch:
+                self.interrupted[position] = (parent, call)
+        if branch.path.rpartition(".")[2].isdecimal():
+            self.branches.pop(branch.path, None)  # nobody can come back to a number
+
+    # --- calls --------------------------------------------------------------------------------------------------------
+
+    def make(self, call: Call) -> None:
+        """A program makes this call: it has its position from now on, whenever it is awaited.
+
+        Raises `UnorderedStep` while a call that another task or thread made in the same branch is under way.
+        """
+        branch = call.branch
+        if call.key is not None or call.place is not None:
+            call.position = call.place or within(branch.path, keyed(call.key or ""))
+            if call.position in self.made:
+                self._let_go_of_dropped()
+                if call.position in self.made:
+                    raise UnorderedStep(self.run_id, call.tool, self.made[call.position].tool)
+        else:
+            self.admit(branch, call.maker, call.tool)
+            call.position = branch.take()
+            branch.maker = call.maker
+            branch.numbered += 1
+        self.made[call.position] = call
+        if self.turns is not None:
+            self.turns.made(call.position)
+
+    def admit(self, branch: Branch, maker: object, asked: str) -> None:
+        """Raises `UnorderedStep` where somebody else's call is under way in this branch, or this very thread's, below a step."""
+        if branch.numbered and (branch.maker != maker or type(maker) is int):
+            self._let_go_of_dropped()
+            if branch.numbered:
+                other = next(call for call in self.made.values() if call.branch is branch and call.key is None)
+                raise UnorderedStep(self.run_id, asked, other.tool)
+
+    def ended(self, call: Call, error: BaseException | None) -> None:
+        """The call is over: its outcome goes to its program, or `error` does before there is one."""
+        position, branch = call.position, call.branch
+        if self.made.get(position) is not call:  # the run was taken anew meanwhile
+            return
+        del self.made[position]
+        self.in_flight.pop(position, None)
+        if call.key is None and call.place is None:
+            branch.numbered -= 1
+        if call.is_delivered:
+            if call.key is not None:
+                branch.answered.add(position)
+            return
+        if self.turns is not None:
+            self.turns.abandoned(position)
+        if isinstance(error, Exception) and not (isinstance(error, StepInDoubt) and call.was_dispatched):
+            self._stand_before(call)
+        elif call.place is None:  # a pipeline that goes on is a pipeline that begins again
+            self.interrupted[position] = (branch, call)
+
+    def _stand_before(self, call: Call) -> None:
+        """The program did not get this call's outcome: it stands before the call again, and asking again replays or continues it."""
+        if call.key is None and call.place is None:
+            call.branch.cursor = min(call.branch.cursor, int(call.position.rpartition(".")[2]))
+
+    def _let_go_of_dropped(self) -> None:
+        """Calls that were made, and whose coroutine was closed before it began."""
+        for call in [call for call in self.made.values() if call.is_dropped()]:
+            self.ended(call, None)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a call is under way."""
+        if self.made:
+            self._let_go_of_dropped()
+        return bool(self.made)
+
+    @property
+    def busy_with(self) -> str:
+        """The tool of a call that is under way."""
+        return next(iter(self.made.values())).tool
+
+    # --- the log ------------------------------------------------------------------------------------------------------
 
     def absorb(self, sealed: list[Sealed]) -> None:
         """The store has taken these entries."""
+        history, made = self.history, self.made
         for row, body in sealed:
-            self.history.absorb(row, body)
+            history.absorb(row, body)
+            position = row.position
+            if position is None:
+                continue
             if row.kind == "intent":
-                self.in_flight = self.history.positions[row.position or ""]
-                self.interrupted = None
-                self.advance(row.position)
-            elif row.kind == "value":
-                self.interrupted = None
-                self.advance(row.position)
-            elif self.in_flight is not None and row.position == self.in_flight.position:
-                if row.kind == "parked":
-                    self.leave(self.in_flight)
-                else:
-                    self.in_flight = None
+                if position in made:
+                    self.in_flight[position] = history.positions[position]
+            elif row.kind != "redispatched_undeclared":
+                self.in_flight.pop(position, None)
+            if self.interrupted and row.kind in ("outcome", "missed"):
+                self.interrupted.pop(position, None)
         if self.requests:
-            self.requests = [request for request in self.requests if request.id > self.history.honoured]
+            self.requests = [request for request in self.requests if request.id > history.honoured]

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from agent_run_ledger import merkle
 from agent_run_ledger.contract import Row
 from agent_run_ledger.engine.history import History
-from agent_run_ledger.model import Event
+from agent_run_ledger.model import Event, RunState
 from agent_run_ledger.rules import compact, digests, lifecycle
 
 Sealed = tuple[Row, dict[str, Any]]
@@ -41,11 +41,21 @@ def seal(history: History, token: int, at: float, drafts: Iterable[Draft]) -> li
     run_id, secret = history.run_id, history.secret
     seq, state, frontier = history.size, history.state, history.frontier
     steps, refused = history.steps, history.refused
-    sealed = []
+    sealed: list[Sealed] = []
+    begun: set[str | None] = set()
+    settled: set[str] = set()
     for kind, event, fields, payload, position, attempt, digest, salted, fingerprint in drafts:
         if event is not None:
             state = lifecycle.after(state, event, run_id)
+            if position is not None and kind in ("outcome", "parked"):
+                settled.add(position)
+                begun.discard(position)
+                if begun:
+                    state = RunState.RUNNING
+                elif len(history.running) > 1 or history.waiting:
+                    state = history.stands_as(state, settled)
         if kind == "intent":
+            begun.add(position)
             steps += attempt == 1
         elif kind == "refused":
             refused += 1

@@ -13,6 +13,9 @@ from agent_run_ledger.errors import StepCancelled, StepFailed, StepInDoubt, Unse
 from agent_run_ledger.model import Event, StepState
 from agent_run_ledger.rules import backoff, canonical, digests, failures
 
+CLOSING = "closing"
+"""The answer to what would end the run while other steps are in flight: they finish and are recorded first."""
+
 
 def _outcome(step: StepHistory, ok: str, payload: bytes, may_repeat: bool) -> Draft:
     fields: dict[str, Any] = {"step": step.number, "ok": ok, "left": step.left, "step_state": StepState.FAILED}
@@ -54,14 +57,27 @@ def settle(call: Call, draft: Draft, error: BaseException | None, run: LiveRun, 
         return Plan([draft])
     step = run.history.positions[draft.position or ""]
     if issubclass(type(error), call.options.fatal):  # an exception may hide behind its `__class__`
-        payload = canonical.encode({"reason": f"step {step.number}, {step.tool!r}, failed with a fatal error"})
-        return Plan([draft, Draft("aborted", Event.ABORT, {}, payload)], synced=True)
+        if len(run.in_flight) > 1:
+            return Plan([draft], answer=CLOSING)
+        return Plan([draft, _fatal(step)], synced=True)
     retry = call.options.retry
     if retry is not None and step.attempts_of_code < retry.max_attempts:
         wait = backoff.delay(step.attempts_of_code - 1, retry, moment.draw, step.wait)
         later = {**draft.fields, "retry_at": moment.now + wait, "wait": wait}
         return Plan([draft._replace(event=Event.WAIT, fields=later)])
     return Plan([draft])
+
+
+def end_fatally(step: StepHistory, run: LiveRun, moment: Moment) -> Plan:
+    """End the run for an error that is recorded, as soon as nothing is in flight."""
+    if run.history.state.is_terminal:
+        return Plan()
+    return Plan(answer=CLOSING) if run.in_flight else Plan([_fatal(step)], synced=True)
+
+
+def _fatal(step: StepHistory) -> Draft:
+    payload = canonical.encode({"reason": f"step {step.number}, {step.tool!r}, failed with a fatal error"})
+    return Draft("aborted", Event.ABORT, {}, payload)
 
 
 def park_ambiguous(step: StepHistory, error: Exception, run: LiveRun, moment: Moment) -> Plan:
@@ -72,15 +88,27 @@ def park_ambiguous(step: StepHistory, error: Exception, run: LiveRun, moment: Mo
     return Plan([parked_in_doubt(step, why)], error=doubt)
 
 
+_INTERRUPTED = {
+    "type": "CancelledError",
+    "module": "agent_run_ledger",
+    "message": "the step was interrupted",
+    "bases": [],
+}
+
+
 def cancelled(step: StepHistory) -> Draft:
     """The outcome of a step that was interrupted and whose program went on."""
-    described = {
-        "type": "CancelledError",
-        "module": "agent_run_ledger",
-        "message": "the step was interrupted",
-        "bases": [],
-    }
-    return _outcome(step, "cancelled", canonical.encode(described), may_repeat=False)
+    return _outcome(step, "cancelled", canonical.encode(_INTERRUPTED), may_repeat=False)
+
+
+def missed(call: Call, step: StepHistory | None) -> Draft:
+    """The entry of a call whose program was interrupted before it got the outcome, and went on: that is what a replay tells it.
+
+    There is an outcome that it did not get, or nothing was written of the call at all; then its arguments are kept here.
+    """
+    if step is None:
+        return Draft("missed", None, {"tool": call.tool}, call.stored, call.position, digest=call.digest)
+    return Draft("missed", None, {"step": step.number, "tool": call.tool}, None, call.position)
 
 
 def parked_in_doubt(step: StepHistory, why: str) -> Draft:
@@ -95,8 +123,14 @@ def in_doubt(run: LiveRun, step: StepHistory, why: str) -> StepInDoubt:
     return StepInDoubt(run.run_id, step.number, step.tool, step.position, why)
 
 
-def hand_out(run: LiveRun, call: Call, step: StepHistory, cause: BaseException | None) -> Any:
-    """The recorded outcome, by the same way live and at replay. `cause` is the live exception, where there is one."""
+def hand_out(run: LiveRun, call: Call, step: StepHistory | None, cause: BaseException | None) -> Any:
+    """The recorded outcome, by the same way live and at replay. `cause` is the live exception, where there is one.
+
+    `step` is None where the program was interrupted before anything of this call was written but that.
+    """
+    if step is None or step.missed:
+        text = failures.text(_INTERRUPTED)
+        raise StepCancelled(run.run_id, step.number if step is not None else None, call.tool, dict(_INTERRUPTED), text)
     outcome = step.outcome
     assert outcome is not None
     if outcome.ok == "completed":

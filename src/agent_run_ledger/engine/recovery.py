@@ -59,7 +59,7 @@ def plan_recovery(
         declared = declarations.get(step.tool, UNDECLARED)
         if step.outcome is None:
             actions.append(_in_doubt(step, declared, receipts.get(step.position), now))
-        elif not (step.outcome.is_final or step.followed):
+        elif not step.stands:
             actions.append(_again(step, declared, "its failure was not acted upon", step.outcome.retry_at))
     return actions
 

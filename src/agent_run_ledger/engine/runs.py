@@ -10,7 +10,7 @@ from agent_run_ledger.contract import Request
 from agent_run_ledger.engine import admission
 from agent_run_ledger.engine.effects import Commit, Flow, GiveBack, Moment, Plan
 from agent_run_ledger.engine.history import History
-from agent_run_ledger.engine.live import LiveRun
+from agent_run_ledger.engine.live import Branch, LiveRun
 from agent_run_ledger.engine.log import Draft
 from agent_run_ledger.errors import (
     BudgetExceededException,
@@ -59,14 +59,18 @@ def check_same(history: History, draft: Draft) -> None:
 
 def skip_recorded(run: LiveRun) -> None:
     """Put the program behind every position that has an outcome. It is handed failures too, so what follows acts on them."""
-    history = run.history
-    while (position := str(run.cursor)) in history.values or position in history.positions:
+    history, branch = run.history, run.root
+    while True:
+        position = str(branch.cursor)
         step = history.positions.get(position)
         if step is not None:
             if not step.is_settled:
                 return
             run.replayed += 1
-        run.advance(position)
+            branch.hears.add(position)
+        elif position not in history.values and position not in history.missed:
+            return
+        branch.take()
 
 
 def check_wiring(run: LiveRun, wiring: Mapping[str, tuple[str, ...]]) -> Flow[None]:
@@ -103,10 +107,12 @@ def _finish(result: bytes, run: LiveRun, moment: Moment) -> Plan:
     history = run.history
     if history.state is RunState.COMPLETED and history.result_digest == digests.salted(history.secret, result):
         return Plan()
-    refusal = admission.refusal(run, "finish_run") or admission.ending(run)
+    if run.is_busy:
+        return Plan(error=UnorderedStep(run.run_id, "finish_run", run.busy_with))
+    refusal = admission.refusal(run) or admission.ending(run)
     if refusal is not None:
         return Plan(error=refusal)
-    drafts, doubt = admission.left_in_doubt(run, whole=True)
+    drafts, doubt = admission.left_in_doubt(run, None)
     if doubt is not None:
         return Plan(drafts, error=doubt)
     drafts.append(Draft("finished", Event.FINISH, {}, result))
@@ -125,7 +131,7 @@ def park(run: LiveRun, error: BaseException) -> Flow[bool]:
 
 def _park(described: dict[str, Any], run: LiveRun, moment: Moment) -> Plan:
     history, reason = run.history, failures.text(described)
-    if run.in_flight is not None:
+    if run.is_busy:
         return Plan(answer=False)
     if history.state.is_terminal or history.state is RunState.QUARANTINE:
         return Plan(answer=True)
@@ -150,8 +156,8 @@ def abort(run: LiveRun, payload: bytes) -> Flow[None]:
 
 
 def _abort(draft: Draft, run: LiveRun, moment: Moment) -> Plan:
-    if run.in_flight is not None:  # its outcome is written before anything ends the run
-        return Plan(error=UnorderedStep(run.run_id, "abort_run", run.in_flight.tool))
+    if run.is_busy:  # its outcome is written before anything ends the run
+        return Plan(error=UnorderedStep(run.run_id, "abort_run", run.busy_with))
     return Plan([draft], synced=True)
 
 
@@ -175,44 +181,48 @@ def cancel(run: LiveRun, payload: bytes) -> Flow[bool]:
 
 
 def _cancel(payload: bytes, run: LiveRun, moment: Moment) -> Plan:
-    if run.in_flight is not None:
+    if run.is_busy:
         return Plan(answer=False)
     return Plan([Draft("cancelled", Event.CANCEL, {}, payload)], answer=True, synced=True)
 
 
-def value(run: LiveRun, name: str, fresh: Any) -> Flow[Any]:
+def value(run: LiveRun, branch: Branch, maker: object, name: str, fresh: Any) -> Flow[Any]:
     """A value that the program may not make twice: `fresh` the first time, what was recorded ever after."""
+    run.admit(branch, maker, f"run.{name}()")
+    position = branch.take()
     try:
-        return (yield Commit(run, partial(_value, name, fresh)))
-    except ReplayDivergence as divergence:
-        yield GiveBack(run, str(divergence))
-        raise
-    except (StepInDoubt, RunClosed, BudgetExceededException):
-        yield GiveBack(run)
+        return (yield Commit(run, partial(_value, branch, position, name, fresh)))
+    except BaseException as error:
+        branch.cursor -= 1  # it stands before this call again
+        if isinstance(error, ReplayDivergence):
+            run.divergence = error
+        if isinstance(error, ReplayDivergence | StepInDoubt | RunClosed | BudgetExceededException) and not run.is_busy:
+            yield GiveBack(run, str(error) if isinstance(error, ReplayDivergence) else None)
         raise
 
 
-def _value(name: str, fresh: Any, run: LiveRun, moment: Moment) -> Plan:
-    if (refusal := admission.refusal(run, f"run.{name}()", pipeline=False)) is not None:
+def _value(branch: Branch, position: str, name: str, fresh: Any, run: LiveRun, moment: Moment) -> Plan:
+    if (refusal := admission.refusal(run, pipeline=False)) is not None:
         return Plan(error=refusal)
-    history, position = run.history, str(run.cursor)
-    if (step := history.positions.get(position)) is not None:
-        return Plan(error=ReplayDivergence(run.run_id, position, repr(step.tool), f"run.{name}()"))
+    history = run.history
+    for recorded in (history.positions.get(position), history.missed.get(position)):
+        if recorded is not None:
+            return Plan(error=ReplayDivergence(run.run_id, position, repr(recorded.tool), f"run.{name}()"))
     if position in history.values:
         body, payload = history.values[position]
         if body["name"] != name:
             return Plan(error=ReplayDivergence(run.run_id, position, f"run.{body['name']}()", f"run.{name}()"))
-        return Plan(answer=canonical.decode(payload) if payload is not None else None, reached=position)
+        return Plan(answer=canonical.decode(payload) if payload is not None else None)
     if (ending := admission.ending(run)) is not None:
         return Plan(error=ending)
-    drafts, doubt = admission.left_in_doubt(run)
+    drafts, doubt = admission.left_in_doubt(run, branch)
     if doubt is not None:
         return Plan(drafts, error=doubt)
     reason = budget.entries_spent(run.limit, history.size)
-    if reason is not None:
-        refused = Draft(
-            "refused", Event.BUDGET_EXHAUSTED, {"rule": "budget"}, canonical.encode({"reason": reason}), position
-        )
+    if reason is not None and not run.in_flight:
+        fields = {"rule": "budget"} | admission.follows(run, branch)
+        refused = Draft("refused", Event.BUDGET_EXHAUSTED, fields, canonical.encode({"reason": reason}), position)
         return Plan([*drafts, refused], error=BudgetExceededException(run.run_id, reason), synced=True)
-    drafts.append(Draft("value", None, {"name": name}, canonical.encode(fresh), position))
-    return Plan(drafts, answer=fresh, reached=position)
+    fields = {"name": name} | admission.follows(run, branch)
+    drafts.append(Draft("value", None, fields, canonical.encode(fresh), position))
+    return Plan(drafts, answer=fresh)

@@ -7,8 +7,22 @@ from typing import Any, assert_never
 
 from agent_run_ledger.engine import admission, outcomes, recovery
 from agent_run_ledger.engine.call import Call
-from agent_run_ledger.engine.effects import Commit, Flow, GiveBack, Invoke, Moment, Plan, Result, Wait, Warn
-from agent_run_ledger.engine.history import StepHistory
+from agent_run_ledger.engine.effects import (
+    AwaitLate,
+    Commit,
+    Decision,
+    Flow,
+    GiveBack,
+    Invoke,
+    Moment,
+    Plan,
+    Quiet,
+    Result,
+    Turn,
+    Wait,
+    Warn,
+)
+from agent_run_ledger.engine.history import Missed, StepHistory
 from agent_run_ledger.engine.live import LiveRun
 from agent_run_ledger.engine.log import Draft
 from agent_run_ledger.engine.outcomes import in_doubt, parked_in_doubt
@@ -21,38 +35,75 @@ from agent_run_ledger.errors import (
     RunClosed,
     StepInDoubt,
     UndeclaredEffectWarning,
-    UnserialisableArguments,
 )
 from agent_run_ledger.model import Effect, Event, RunState, StepState
-from agent_run_ledger.rules import budget, canonical, digests, failures, functions
-from agent_run_ledger.rules.difference import difference
+from agent_run_ledger.rules import budget, canonical, digests, failures
+from agent_run_ledger.rules.difference import difference, hint
 
 
 def step(run: LiveRun, call: Call) -> Flow[Any]:
-    """Run one step at most as often as its effect allows, and return what its function returned, now or long ago."""
-    _store_arguments(call)
+    """Run one step at most as often as its effect allows, and return what its function returned, now or long ago.
+
+    The call has been made: it has its position.
+    """
+    position = call.position
+    error: BaseException | None = None
     try:
-        position = yield Commit(run, partial(_intend, call))
-        this = run.history.positions[position]
-        error: BaseException | None = None
-        while not this.is_settled:
+        if run.late:
+            yield from _take_late(run, call, call.options.timeout)
+        yield from _commit(run, partial(_intend, call), None, position in run.history.positions)
+        this = run.history.positions.get(position)
+        while this is not None and not this.is_settled:
             if this.outcome is not None and this.outcome.retry_at is not None:
                 yield from _wait_to_retry(run, call, this, this.outcome.retry_at)
-            error = yield from _attempt(run, call, this)
-    except ReplayDivergence as divergence:
-        yield GiveBack(run, str(divergence))
+            if this.outcome is None:
+                error = yield from _attempt(run, call, this)
+        if run.turns is not None:
+            yield Turn(run, call, _given_by(run, position))
+        call.is_delivered = True
+    except BaseException as raised:
+        run.ended(call, raised)
+        if isinstance(raised, _LETS_GO):
+            yield from _let_go(run, raised)
         raise
-    except (StepInDoubt, RunClosed, RunawayLoopDetectedException, BudgetExceededException):
-        yield GiveBack(run)
-        raise
-    finally:
-        if (
-            call.step is not None
-        ):  # still in flight: it was interrupted, or its lease or a park of it was lost on the way
-            run.leave(call.step)
-    if error is not None and run.history.state.is_terminal:  # it was fatal
-        yield GiveBack(run)
+    run.ended(call, None)
+    if run.leaving is not None or (error is not None and run.history.state.is_terminal):  # it was fatal
+        yield from _let_go(run, None)
+    if this is not None and this.outcome is not None and this.outcome.ok == "failed":
+        call.branch.hears.add(position)
     return outcomes.hand_out(run, call, this, error)
+
+
+_LETS_GO = (ReplayDivergence, StepInDoubt, RunClosed, RunawayLoopDetectedException, BudgetExceededException)
+"""What ends a program's work on a run: its lease is given back, as soon as none of its calls is under way."""
+
+
+def _let_go(run: LiveRun, error: BaseException | None) -> Flow[None]:
+    note = str(error) if isinstance(error, ReplayDivergence) else None
+    if isinstance(error, ReplayDivergence):
+        run.divergence = error
+    run.leaving = note or run.leaving or ""
+    if not run.is_busy:
+        yield GiveBack(run, run.leaving or None)
+
+
+def _given_by(run: LiveRun, position: str) -> int:
+    """The seq of the entry that says what the program gets of this call."""
+    step = run.history.positions.get(position)
+    if step is None:
+        return run.history.missed[position].seq
+    assert step.outcome is not None
+    return step.missed or step.outcome.seq
+
+
+def _commit(run: LiveRun, decide: Decision, token: int | None = None, is_recorded: bool = False) -> Flow[None]:
+    """Commit what may end the run: whatever is in flight finishes and is recorded first."""
+    while (yield Commit(run, decide, token, is_recorded)) is outcomes.CLOSING:
+        run.is_closing = True
+        try:
+            yield Quiet(run)
+        finally:
+            run.is_closing = False
 
 
 _DISPATCHED_AGAIN = (
@@ -61,48 +112,40 @@ _DISPATCHED_AGAIN = (
 )
 
 
-def _store_arguments(call: Call) -> None:
-    try:
-        what = f"the arguments of {call.tool!r}"
-        declared = functions.together(call.parameters.values()) if call.parameters else None
-        call.stored = canonical.encode(call.arguments, limit=call.limit, what=what, declared=declared)
-    except canonical.Unstorable as error:
-        raise UnserialisableArguments(f"{error}. Nothing was dispatched and nothing was written.", error.path) from None
-    call.digest = digests.plain(call.stored)
-
-
 # --- intents ----------------------------------------------------------------------------------------------------------
 
 
 def _intend(call: Call, run: LiveRun, moment: Moment) -> Plan:
-    """Decide what a call at the run's next position is: a replay, a first dispatch, another attempt, or a refusal."""
-    if (refusal := admission.refusal(run, call.tool, pipeline=call.position is not None)) is not None:
+    """Decide what a call at its position is: a replay, a first dispatch, another attempt, or a refusal."""
+    if (refusal := admission.refusal(run, pipeline=call.place is not None)) is not None:
         return Plan(error=refusal)
-    history = run.history
-    position = call.position or str(run.cursor)
-    if position in history.values:
-        recorded = f"run.{history.values[position][0]['name']}()"
-        return Plan(error=ReplayDivergence(run.run_id, position, recorded, repr(call.tool)))
+    history, position = run.history, call.position
     step = history.positions.get(position)
     if step is None:
-        return _begin(run, call, position)
+        return _begin(run, call, position, moment)
     if (divergence := _divergence(run, call, step)) is not None:
         return Plan(error=divergence)
-    if step.outcome is not None and (step.outcome.is_final or step.followed or history.state.is_terminal):
-        return Plan(answer=position, reached=position, is_replay=True)
+    if step.stands or (step.outcome is not None and (history.state.is_terminal or position in call.branch.answered)):
+        return Plan(is_replay=True)
     if (ending := admission.ending(run)) is not None:
         return Plan(error=ending)
     return _resume(run, call, step, moment)
 
 
-def _begin(run: LiveRun, call: Call, position: str) -> Plan:
-    """A call that the log does not know: the first intent of a new step, or a refusal."""
+def _begin(run: LiveRun, call: Call, position: str, moment: Moment) -> Plan:
+    """A call of which the log knows no step: the first intent of one, a refusal, or an interruption that is recorded."""
+    history = run.history
+    if position in history.values:
+        recorded = f"run.{history.values[position][0]['name']}()"
+        return Plan(error=ReplayDivergence(run.run_id, position, recorded, repr(call.tool)))
+    if (missed := history.missed.get(position)) is not None:
+        divergence = _difference(run, call, missed)
+        return Plan(error=divergence) if divergence is not None else Plan(is_replay=True)
     if (ending := admission.ending(run)) is not None:
         return Plan(error=ending)
-    drafts, doubt = admission.left_in_doubt(run)
+    drafts, doubt = admission.left_in_doubt(run, call.branch)
     if doubt is not None:
         return Plan(drafts, error=doubt)
-    history = run.history
     salted = digests.salted(history.secret, call.stored)
     verdict = history.verdict
     if verdict.level == "certain" and history.looping == (call.tool, salted) and not call.options.may_repeat:
@@ -110,18 +153,32 @@ def _begin(run: LiveRun, call: Call, position: str) -> Plan:
         error: Exception = RunawayLoopDetectedException(
             run.run_id, verdict.rule, verdict.reason, verdict.evidence, RunState.DEAD_LETTER
         )
-        drafts.append(_refused(call, position, Event.LOOP_DETECTED, refusal))
-        return Plan(drafts, error=error, synced=True)
-    reason = budget.steps_spent(run.limit, history.steps, history.refused)
-    reason = reason or budget.entries_spent(run.limit, history.size)
+        return _refusing(run, call, drafts, Event.LOOP_DETECTED, refusal, error)
+    reason = budget.steps_spent(run.limit, history.steps + run.ahead, history.refused)
+    reason = reason or budget.entries_spent(run.limit, history.size) or budget.too_late(run.deadline, moment.now)
     if reason is not None:
-        drafts.append(_refused(call, position, Event.BUDGET_EXHAUSTED, {"rule": "budget", "reason": reason}))
-        return Plan(drafts, error=BudgetExceededException(run.run_id, reason), synced=True)
+        error = BudgetExceededException(run.run_id, reason)
+        return _refusing(run, call, drafts, Event.BUDGET_EXHAUSTED, {"rule": "budget", "reason": reason}, error)
+    if run.is_closing and run.in_flight:
+        return Plan(answer=outcomes.CLOSING)
     key = digests.idempotency_key(history.secret, run.run_id, position, call.tool, call.stored)
-    fields = _fields(call, history.steps + 1, key, call.max_attempts - 1)
+    fields = _fields(call, history.steps + run.ahead + 1, key, call.max_attempts - 1)
+    if history.trailing:
+        fields |= admission.follows(run, call.branch)
     fingerprint = digests.fingerprint(call.tool, call.digest)
     intent = Draft("intent", Event.START_STEP, fields, call.stored, position, 1, call.digest, salted, fingerprint)
-    return _dispatching([*drafts, intent], call, position)
+    return _dispatching([*drafts, intent], call)
+
+
+def _refusing(
+    run: LiveRun, call: Call, drafts: list[Draft], event: Event, refusal: dict[str, Any], error: Exception
+) -> Plan:
+    """The plan that refuses a call and ends the run: a refusal is written before it is raised."""
+    if run.in_flight:
+        return Plan(answer=outcomes.CLOSING)
+    fields = {"tool": call.tool, "rule": refusal["rule"]} | admission.follows(run, call.branch)
+    refused = Draft("refused", event, fields, canonical.encode(refusal), call.position)
+    return Plan([*drafts, refused], error=error, synced=True)
 
 
 def _resume(run: LiveRun, call: Call, step: StepHistory, moment: Moment) -> Plan:
@@ -136,11 +193,11 @@ def _resume(run: LiveRun, call: Call, step: StepHistory, moment: Moment) -> Plan
     match action.kind:
         case "dispatch":
             if action.not_before is not None and action.not_before > moment.now:
-                return Plan(answer=step.position, reached=step.position)
-            return _dispatching([_next_attempt(call, step)], call, step.position)
+                return Plan()
+            return _dispatch_again(run, call, step, moment)
         case "dispatch_undeclared":
             said = Draft("redispatched_undeclared", None, {"step": step.number}, None, step.position, step.attempts + 1)
-            return _dispatching([said, _next_attempt(call, step)], call, step.position)
+            return _dispatch_again(run, call, step, moment, said)
         case "park":
             park = [] if step.state == StepState.BLOCKED else [parked_in_doubt(step, action.reason)]
             return Plan(park, error=in_doubt(run, step, action.reason))
@@ -149,6 +206,8 @@ def _resume(run: LiveRun, call: Call, step: StepHistory, moment: Moment) -> Plan
             payload = canonical.encode({"reason": f"step {step.number}, {step.tool!r}: {action.reason}"})
             spent = Draft("exhausted", Event.BUDGET_EXHAUSTED, fields, payload, step.position, step.attempts)
             error = AttemptsExhausted(run.run_id, step.number, step.tool, step.attempts)
+            if run.in_flight:
+                return Plan(answer=outcomes.CLOSING)
             return Plan([spent], error=error, synced=True)
         case "ask" | "record" | "wait":
             raise NotImplementedError(f"receipts are not asked for yet, so nothing leads to {action.kind!r}")
@@ -160,13 +219,25 @@ def _retry(call: Call, step: StepHistory, run: LiveRun, moment: Moment) -> Plan:
     """The wait before a retry is over."""
     if (ending := admission.ending(run)) is not None:
         return Plan(error=ending)
-    return _dispatching([_next_attempt(call, step)], call, None)
+    return _dispatch_again(run, call, step, moment)
 
 
-def _dispatching(drafts: list[Draft], call: Call, reached: str | None) -> Plan:
+def _dispatch_again(run: LiveRun, call: Call, step: StepHistory, moment: Moment, *said: Draft) -> Plan:
+    """The next attempt of a step, unless the run is at its end."""
+    if run.is_closing and run.in_flight:
+        return Plan(answer=outcomes.CLOSING)
+    if (reason := budget.too_late(run.deadline, moment.now)) is not None:
+        if run.in_flight:
+            return Plan(answer=outcomes.CLOSING)
+        payload = canonical.encode({"reason": f"step {step.number}, {step.tool!r}: {reason}"})
+        spent = Draft("exhausted", Event.BUDGET_EXHAUSTED, {"step": step.number}, payload, step.position, step.attempts)
+        return Plan([spent], error=BudgetExceededException(run.run_id, reason), synced=True)
+    return _dispatching([*said, _next_attempt(call, step)], call)
+
+
+def _dispatching(drafts: list[Draft], call: Call) -> Plan:
     """The plan whose drafts end with an intent. That of a step without side effects may be lost with the machine: no harm is done."""
-    synced = False if call.options.effect is Effect.READ else None
-    return Plan(drafts, answer=reached, reached=reached, call=call, synced=synced)
+    return Plan(drafts, synced=False if call.options.effect is Effect.READ else None)
 
 
 def _next_attempt(call: Call, step: StepHistory) -> Draft:
@@ -195,44 +266,80 @@ def _fields(call: Call, number: int, key: str, left: int) -> dict[str, Any]:
     return fields
 
 
-def _refused(call: Call, position: str, event: Event, refusal: dict[str, Any]) -> Draft:
-    return Draft("refused", event, {"tool": call.tool, "rule": refusal["rule"]}, canonical.encode(refusal), position)
-
-
 def _divergence(run: LiveRun, call: Call, step: StepHistory) -> ReplayDivergence | None:
-    if step.tool == call.tool and list(call.after) == step.dependencies:
-        same = (
-            step.digest == call.digest if step.digest else step.input == digests.salted(run.history.secret, call.stored)
-        )
-        if same:
-            return None
-    path = None
-    recorded, asked = repr(step.tool), repr(call.tool)
+    """What the program is told where it asks for another call than the one that stands at this position."""
     if step.tool == call.tool and list(call.after) != step.dependencies:
-        recorded += f" after {step.dependencies}"
-        asked += f" after {list(call.after)}"
-    elif step.tool == call.tool and step.arguments is not None:
-        path = difference(step.arguments, call.stored)
-    if step.outcome is None:
-        stored = step.arguments.decode() if step.arguments is not None else "(erased)"
-        return IntentDrift(run.run_id, step.position, recorded, asked, path, f"{step.tool}({stored})")
-    return ReplayDivergence(run.run_id, step.position, recorded, asked, path)
+        recorded, asked = f"{step.tool!r} after {step.dependencies}", f"{call.tool!r} after {list(call.after)}"
+        return ReplayDivergence(run.run_id, step.position, recorded, asked)
+    return _difference(run, call, step)
+
+
+def _difference(run: LiveRun, call: Call, recorded: StepHistory | Missed) -> ReplayDivergence | None:
+    path = None
+    if recorded.tool == call.tool:
+        if recorded.digest == call.digest if recorded.digest else _is_same_input(run, call, recorded):
+            return None
+        if recorded.arguments is not None:
+            if call.options.identity is not None and _is_identical(call, recorded.arguments):
+                return None
+            path = difference(recorded.arguments, call.stored)
+    names = run.run_id, recorded.position, repr(recorded.tool), repr(call.tool)
+    if isinstance(recorded, StepHistory) and recorded.outcome is None:
+        stored = recorded.arguments.decode() if recorded.arguments is not None else "(erased)"
+        return IntentDrift(*names, path, f"{recorded.tool}({stored})")
+    return ReplayDivergence(*names, path, hint(recorded.arguments, call.stored))
+
+
+def _is_same_input(run: LiveRun, call: Call, recorded: StepHistory | Missed) -> bool:
+    return recorded.input == digests.salted(run.history.secret, call.stored)
+
+
+def _is_identical(call: Call, recorded: bytes) -> bool:
+    """Whether the two calls are one by what their tool says identifies a call."""
+    identity = call.options.identity
+    assert identity is not None
+    told = [canonical.encode(identity(canonical.decode(stored))) for stored in (recorded, call.stored)]
+    return told[0] == told[1]
 
 
 # --- attempts ---------------------------------------------------------------------------------------------------------
 
 
 def _wait_to_retry(run: LiveRun, call: Call, step: StepHistory, until: float) -> Flow[None]:
-    """Wait, and write the next attempt's intent. The call is in flight meanwhile: nobody else's comes in between."""
+    """Wait, and write the next attempt's intent."""
     token = run.token  # whoever took the run over in the meantime has made the retry
-    run.in_flight = step
-    try:
-        yield Wait(run, until, step.wait)  # a clock that was set back makes no wait longer than it was drawn
-        yield Commit(run, partial(_retry, call, step), token)
-    except BaseException:
-        if run.in_flight is step and step.outcome is not None:  # no attempt is under way: this is no doubt
-            run.in_flight = None
-        raise
+    yield Wait(run, until, step.wait)  # a clock that was set back makes no wait longer than it was drawn
+    if run.late:
+        yield from _take_late(run, call, None)
+    if not step.is_settled:
+        yield from _commit(run, partial(_retry, call, step), token)
+
+
+def _take_late(run: LiveRun, call: Call, at_most: float | None) -> Flow[None]:
+    """Where an attempt ran out of time and its function goes on in its thread: what it returns is the outcome after all.
+
+    Only what has no side effect may be dispatched again beside it.
+    """
+    step = run.history.positions.get(call.position)
+    if call.position not in run.late or step is None or (call.options.effect or step.declared) is Effect.READ:
+        return
+    result: Result | None = yield AwaitLate(run, call.position, at_most)
+    if result is None:
+        call.branch.answered.add(call.position)  # its failure stands until the thread has ended
+    elif result.error is None:
+        yield Commit(run, partial(_returned_late, call, outcomes.returned(run, call, step, result.value)))
+
+
+def _returned_late(call: Call, draft: Draft, run: LiveRun, moment: Moment) -> Plan:
+    """A function's late return is the receipt of its attempt. Where that one failed already, it stands as another, not dispatched."""
+    step = run.history.positions.get(call.position)
+    if step is None or step.stands or run.history.state.is_terminal or _divergence(run, call, step) is not None:
+        return Plan()
+    if step.outcome is None:
+        return Plan([draft])
+    intent = _next_attempt(call, step)
+    intent.fields["late"] = True
+    return Plan([intent, draft._replace(attempt=intent.attempt)])
 
 
 def _attempt(run: LiveRun, call: Call, step: StepHistory) -> Flow[BaseException | None]:
@@ -242,9 +349,12 @@ def _attempt(run: LiveRun, call: Call, step: StepHistory) -> Flow[BaseException 
     for name, annotation in call.parameters.items():
         if name in arguments:
             arguments[name] = canonical.rebuild(annotation, arguments[name])
+    if call.takes_key:
+        arguments["idempotency_key"] = step.key
     if step.redispatched == step.attempts:
         yield Warn(UndeclaredEffectWarning, _DISPATCHED_AGAIN.format(tool=call.tool))  # a program may make it an error
-    result: Result = yield Invoke(run, step, call.function, arguments)
+    call.was_dispatched = True
+    result: Result = yield Invoke(run, step, call.function, arguments, call.options.timeout)
     error = result.error
     if error is None:
         draft = outcomes.returned(run, call, step, result.value)
@@ -254,5 +364,6 @@ def _attempt(run: LiveRun, call: Call, step: StepHistory) -> Flow[BaseException 
         draft = outcomes.raised(run, call, step, error)
     else:  # a cancellation is no outcome: it goes on its way, and the step is in doubt
         raise error
-    yield Commit(run, partial(outcomes.settle, call, draft, error), token)
+    if (yield Commit(run, partial(outcomes.settle, call, draft, error), token)) is outcomes.CLOSING:
+        yield from _commit(run, partial(outcomes.end_fatally, step), token)
     return error

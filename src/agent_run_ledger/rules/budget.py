@@ -16,3 +16,8 @@ def entries_spent(limit: int, entries: int) -> str | None:
     if entries < ENTRIES_PER_STEP * limit:
         return None
     return f"it has written {entries} entries, {ENTRIES_PER_STEP} times its budget of {limit} steps"
+
+
+def too_late(deadline: float | None, now: float) -> str | None:
+    """Why nothing new may be dispatched at `now`, or None. Both are Unix seconds."""
+    return f"its deadline passed {now - deadline:.1f} s ago" if deadline is not None and now >= deadline else None

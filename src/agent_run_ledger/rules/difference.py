@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from agent_run_ledger.rules.canonical import read_raw, segment, write
 
 TYPE_CHECKING = False
@@ -21,6 +23,35 @@ def difference(stored: bytes, asked: bytes) -> str | None:
         return _differ(read_raw(stored.decode())[0], read_raw(asked.decode())[0], "$") or "$"
     except Exception:  # one of them is not ours
         return "$"
+
+
+def hint(stored: bytes | None, asked: bytes) -> str:
+    """What to say of the first difference where it is a time or an id, which a program makes anew at each start; else nothing."""
+    if stored is None:
+        return ""
+    try:
+        pair = _differing(read_raw(stored.decode())[0], read_raw(asked.decode())[0])
+    except Exception:  # one of them is not ours
+        return ""
+    for pattern, said in ((_ID, "an id: take it from `run.uuid4()`"), (_TIME, "a time: take it from `run.now()`")):
+        if pair is not None and all(pattern.search(write(value)) for value in pair):
+            return f" What differs is {said}, which a replay gives back as it was."
+    return ""
+
+
+_ID = re.compile(r"[0-9a-f]{8}-?[0-9a-f]{4}-?[0-9a-f]{4}-?[0-9a-f]{4}-?[0-9a-f]{12}", re.IGNORECASE)
+_TIME = re.compile(r'^1[0-9]{9}([0-9]{3})?(\.[0-9]+)?$|[0-9]{4}-[0-9]{2}-[0-9]{2}([T ][0-9]{2}:[0-9]{2}|")|"\$(datetime|time)"')
+
+
+def _differing(one: Any, other: Any) -> tuple[Any, Any] | None:
+    """The two innermost values that differ first."""
+    if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
+        pairs = [(one[key], other[key]) for key in sorted(one)]
+    elif isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
+        pairs = list(zip(one, other, strict=True))
+    else:
+        return one, other
+    return next((_differing(*pair) for pair in pairs if write(pair[0]) != write(pair[1])), None)
 
 
 def _differ(one: Any, other: Any, path: str) -> str | None:

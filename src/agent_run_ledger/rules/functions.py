@@ -1,9 +1,9 @@
-"""What a Python function tells about itself: the parameters it takes, and a digest of its code."""
+"""What a Python function tells about itself: the parameters it takes, how a call binds to them, and a digest of its code."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import CodeType, FunctionType, GenericAlias
 from typing import Any, get_type_hints
@@ -12,7 +12,10 @@ from agent_run_ledger.errors import InvalidArguments
 from agent_run_ledger.model import LIBRARY_VERSION
 from agent_run_ledger.rules import digests
 
-_VARKEYWORDS, _GENERATOR, _COROUTINE, _ASYNC_GENERATOR = 0x08, 0x20, 0x80, 0x200
+KEY = "idempotency_key"
+"""A parameter of this name is given by the ledger: a step's own key, for the receiver."""
+
+_VARARGS, _VARKEYWORDS, _GENERATOR, _COROUTINE, _ASYNC_GENERATOR = 0x04, 0x08, 0x20, 0x80, 0x200
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,8 +23,15 @@ class Signature:
     """What may be given to a function by keyword, and what it is made of."""
 
     names: tuple[str, ...]
+    """The parameters that a caller may give by keyword; `idempotency_key`, which the ledger gives, is none of them."""
     required: tuple[str, ...]
+    positional: tuple[str, ...]
+    """Those that may be given by position too, in Python's order; here `idempotency_key` keeps its place."""
+    unnamed: tuple[str, ...]
+    """What cannot be given by keyword: positional-only parameters, and `*args` with its star."""
     takes_any: bool
+    takes_key: bool
+    """Whether it has a parameter `idempotency_key` for the ledger to fill."""
     is_async: bool
     is_generator: bool
     environment: str
@@ -29,36 +39,41 @@ class Signature:
 
 
 def signature(function: Callable[..., Any]) -> Signature:
-    """Read a function's parameters. Raises `TypeError` for what cannot be called."""
+    """Read a function's parameters. Raises `InvalidArguments` for what cannot be called."""
     if type(function) is not FunctionType or function.__dict__:  # a wrapper keeps what it wraps in its dict
         return _inspected(function)
-    code = function.__code__
+    code, defaults = function.__code__, len(function.__defaults__ or ())
+    keyword_defaults = frozenset(function.__kwdefaults__ or ())
     known = _known.get(id(code))
-    if known is None or known[0] is not code or function.__defaults__ or function.__kwdefaults__:
-        defaults = len(function.__defaults__ or ())
-        known = code, _of_code(code, defaults, frozenset(function.__kwdefaults__ or ()))
+    if known is None or known[0] is not code or known[1] != defaults or known[2] != keyword_defaults:
+        known = code, defaults, keyword_defaults, _of_code(code, defaults, keyword_defaults)
         if len(_known) >= _KNOWN:
             _known.clear()
         _known[id(code)] = known
-    return known[1]
+    return known[3]
 
 
-_known: dict[int, tuple[CodeType, Signature]] = {}
+_known: dict[int, tuple[CodeType, int, frozenset[str], Signature]] = {}
 _KNOWN = 4096
 """Functions remembered by their code, which stays the same object however often a lambda is made of it."""
 
 
 def _of_code(code: CodeType, defaults: int, keyword_defaults: frozenset[str]) -> Signature:
     positional = code.co_varnames[: code.co_argcount]
-    keyword_only = code.co_varnames[code.co_argcount : code.co_argcount + code.co_kwonlyargcount]
-    required = positional[: len(positional) - defaults] + tuple(n for n in keyword_only if n not in keyword_defaults)
-    return Signature(
-        names=positional[code.co_posonlyargcount :] + keyword_only,
-        required=required,
+    named_from = code.co_argcount + code.co_kwonlyargcount
+    keyword_only = code.co_varnames[code.co_argcount : named_from]
+    unnamed = positional[: code.co_posonlyargcount]
+    if code.co_flags & _VARARGS:
+        unnamed += (f"*{code.co_varnames[named_from]}",)
+    return _made(
+        positional=positional[code.co_posonlyargcount :],
+        keyword_only=keyword_only,
+        required=positional[: len(positional) - defaults] + tuple(n for n in keyword_only if n not in keyword_defaults),
+        unnamed=unnamed,
         takes_any=bool(code.co_flags & _VARKEYWORDS),
         is_async=bool(code.co_flags & (_COROUTINE | _ASYNC_GENERATOR)),
         is_generator=bool(code.co_flags & _GENERATOR),
-        environment=environment(digests.code_digest(code)),
+        code=code,
     )
 
 
@@ -67,34 +82,82 @@ def _inspected(function: Callable[..., Any]) -> Signature:
 
     if not callable(function):
         raise InvalidArguments(f"{function!r} is not callable; nothing was dispatched")
-    inner = inspect.unwrap(function)
-    while hasattr(inner, "func"):  # functools.partial
-        inner = inner.func
-    inner = getattr(inner, "__func__", inner)
+    layers = _layers(function)
+    inner = layers[-1]
     call = getattr(type(inner), "__call__", None)  # noqa: B004 - its code is wanted, not whether it can be called
     code = getattr(inner, "__code__", None) or getattr(call, "__code__", None)
-    is_async = inspect.iscoroutinefunction(inner) or inspect.isasyncgenfunction(inner)
-    if not is_async and not isinstance(inner, type):
-        is_async = inspect.iscoroutinefunction(call)
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):  # built-in functions without a signature
         parameters = []
-    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return Signature(
-        names=tuple(p.name for p in parameters if p.kind in named),
-        required=tuple(
-            p.name for p in parameters if p.default is p.empty and p.kind in (*named, inspect.Parameter.POSITIONAL_ONLY)
+    kinds = inspect.Parameter
+    rest = (kinds.VAR_POSITIONAL, kinds.VAR_KEYWORD)
+    return _made(
+        positional=tuple(p.name for p in parameters if p.kind is kinds.POSITIONAL_OR_KEYWORD),
+        keyword_only=tuple(p.name for p in parameters if p.kind is kinds.KEYWORD_ONLY),
+        required=tuple(p.name for p in parameters if p.default is p.empty and p.kind not in rest),
+        unnamed=tuple(
+            f"*{p.name}" if p.kind is kinds.VAR_POSITIONAL else p.name
+            for p in parameters
+            if p.kind in (kinds.POSITIONAL_ONLY, kinds.VAR_POSITIONAL)
         ),
-        takes_any=any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters),
-        is_async=is_async,
+        takes_any=any(p.kind is kinds.VAR_KEYWORD for p in parameters),
+        is_async=any(map(_is_async, layers)),
         is_generator=inspect.isgeneratorfunction(inner),
+        code=code,
+    )
+
+
+def _layers(function: Any) -> list[Any]:
+    """A callable and what it wraps, outermost first: what functools.wraps, functools.partial and methods leave to be seen."""
+    layers = [function]
+    while len(layers) < 100:  # an object that answers to every name would go on for ever
+        outer = layers[-1]
+        inside = [getattr(outer, name) for name in ("__wrapped__", "func", "__func__") if hasattr(outer, name)]
+        if not inside:
+            break
+        layers.append(inside[0])
+    return layers
+
+
+def _is_async(layer: Any) -> bool:
+    import inspect
+
+    if inspect.iscoroutinefunction(layer) or inspect.isasyncgenfunction(layer):
+        return True
+    call = getattr(type(layer), "__call__", None)  # noqa: B004 - its kind is wanted, not whether it can be called
+    return not isinstance(layer, type) and (inspect.iscoroutinefunction(call) or inspect.isasyncgenfunction(call))
+
+
+def _made(
+    positional: tuple[str, ...],
+    keyword_only: tuple[str, ...],
+    required: tuple[str, ...],
+    unnamed: tuple[str, ...],
+    takes_any: bool,
+    is_async: bool,
+    is_generator: bool,
+    code: object,
+) -> Signature:
+    names = positional + keyword_only
+    takes_key = KEY in names
+    return Signature(
+        names=tuple(name for name in names if name != KEY),
+        required=tuple(name for name in required if name != KEY or not takes_key),
+        positional=positional,
+        unnamed=unnamed,
+        takes_any=takes_any,
+        takes_key=takes_key,
+        is_async=is_async,
+        is_generator=is_generator,
         environment=environment(digests.code_digest(code) if isinstance(code, CodeType) else "unknown"),
     )
 
 
 def check_arguments(tool: str, takes: Signature, arguments: Mapping[str, Any]) -> None:
     """Raises `InvalidArguments` where the stored arguments could not be given to the function by keyword."""
+    if takes.takes_key and KEY in arguments:
+        raise InvalidArguments(f"{tool!r}: {_GIVEN_BY_THE_LEDGER}; nothing was dispatched")
     missing = [name for name in takes.required if name not in arguments]
     extra = [name for name in arguments if name not in takes.names and not (takes.takes_any and isinstance(name, str))]
     if missing or extra:
@@ -103,6 +166,52 @@ def check_arguments(tool: str, takes: Signature, arguments: Mapping[str, Any]) -
         raise InvalidArguments(
             f"{tool!r} cannot be called with these arguments ({'; '.join(said)}); nothing was dispatched"
         )
+
+
+_GIVEN_BY_THE_LEDGER = f"{KEY!r} is given by the ledger, leave it out of the arguments"
+
+
+def bound(takes: Signature, args: Sequence[Any], kwargs: Mapping[str, Any], *, tool: str = "") -> dict[str, Any]:
+    """The arguments of a Python call by the names of their parameters, as they were given: defaults are not filled in.
+
+    Raises `InvalidArguments`, in Python's words, where Python could not make the call, and where the function has parameters without
+    a name to give them by. `tool` is whose call it is, for the message.
+
+    >>> def pay(customer: str, amount: int, currency: str = "EUR") -> None: ...
+    >>> bound(signature(pay), ("ACME",), {"amount": 5})
+    {'customer': 'ACME', 'amount': 5}
+    """
+    arguments = dict(zip(takes.positional, args, strict=False)) if args else {}
+    arguments.update(kwargs)
+    if (trouble := _misbound(takes, arguments, args, kwargs)) is not None:
+        raise InvalidArguments(
+            f"{tool!r}: {trouble}; nothing was dispatched" if tool else f"{trouble}; nothing was dispatched"
+        )
+    return arguments
+
+
+def _misbound(
+    takes: Signature, arguments: dict[str, Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> str | None:
+    """Why a call cannot be made, or None; asked of every call, so it is plain loops."""
+    if takes.unnamed:
+        return f"a tool takes its arguments by keyword, and {', '.join(takes.unnamed)} cannot be given so"
+    if takes.takes_key and KEY in arguments:
+        return _GIVEN_BY_THE_LEDGER
+    if len(args) > len(takes.positional):
+        return "too many positional arguments"
+    if len(arguments) < len(args) + len(kwargs):
+        twice = next(name for name in takes.positional if name in kwargs)
+        return f"multiple values for argument {twice!r}"
+    for name in takes.required:
+        if name not in arguments:
+            return f"missing a required argument: {name!r}"
+    if not takes.takes_any:
+        names = takes.names
+        for name in kwargs:
+            if name not in names:
+                return f"got an unexpected keyword argument {name!r}"
+    return None
 
 
 def environment(version: str) -> str:

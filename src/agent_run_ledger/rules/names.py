@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from keyword import iskeyword
+
 from agent_run_ledger.errors import InvalidName
 
 MAX_BYTES = 255
+MAX_IDENTIFIER = 63
+"""Characters of an identifier: as many as PostgreSQL keeps."""
+
+_SEPARATORS = " -."
 
 
 def check_name(what: str, name: object) -> str:
@@ -24,3 +30,48 @@ def check_name(what: str, name: object) -> str:
     if (size := len(name.encode())) > MAX_BYTES:
         raise InvalidName(f"{what} {name[:40]!r}… takes {size} bytes, at most {MAX_BYTES} are allowed")
     return name
+
+
+def sanitize_identifier(name: object) -> str:
+    """An identifier for SQL, file names, URLs and Python: ASCII letters, digits and underscores, 63 at most, and no keyword.
+
+    Spaces, hyphens and dots between other characters become one underscore, a leading digit gets one before it, a keyword of Python
+    one behind it. Nothing else is mended: `InvalidName` says which character may not be in it, and where it stands. An identifier that
+    came out of here stays as it is.
+
+    >>> sanitize_identifier("fetch invoice-2026.10")
+    'fetch_invoice_2026_10'
+    >>> sanitize_identifier("class")
+    'class_'
+    """
+    if not isinstance(name, str):
+        raise InvalidName(f"an identifier is made of a string, not of {type(name).__name__}")
+    text = str.__str__(name)  # what it holds, whatever a subclass says
+    if not text:
+        raise InvalidName("an identifier cannot be made of an empty string")
+    for index, character in enumerate(text):
+        if not (character.isascii() and (character.isalnum() or character == "_" or character in _SEPARATORS)):
+            raise _unfit(text, index, "only ASCII letters, digits and underscores may stand in an identifier")
+    if ".." in text:
+        raise _unfit(text, text.index("..") + 1, "two dots in a row lead out of a folder")
+    for index in (0, len(text) - 1):
+        if text[index] in _SEPARATORS:
+            raise _unfit(text, index, "an identifier neither begins nor ends with a space, a hyphen or a dot")
+    for separator in _SEPARATORS:
+        text = text.replace(separator, " ")
+    identifier = "_".join(text.split())
+    if identifier[0].isdigit():
+        identifier = f"_{identifier}"
+    if iskeyword(identifier):
+        identifier = f"{identifier}_"
+    if len(identifier) > MAX_IDENTIFIER:
+        raise InvalidName(
+            f"the identifier {identifier[:40]!r}… has {len(identifier)} characters, at most {MAX_IDENTIFIER} are allowed"
+        )
+    return identifier
+
+
+def _unfit(text: str, index: int, rule: str) -> InvalidName:
+    character = text[index]
+    named = repr(character) if character.isascii() and character.isprintable() else f"U+{ord(character):04X}"
+    return InvalidName(f"{text[:80]!r} holds {named} at index {index}: {rule}")

@@ -35,7 +35,7 @@ def unwrapped(value: Any, lossless: bool) -> Any:
         return value.value
     if _is_model(kind):
         try:
-            return value.model_dump(mode="python", round_trip=True) if lossless else value.model_dump(mode="python")
+            return _dumped(value, kind, lossless)
         except Exception as error:
             raise Opaque(f"an object of {_named(kind)} whose model_dump failed ({type(error).__name__})") from error
     if _is_dataclass(kind):
@@ -51,6 +51,27 @@ def unwrapped(value: Any, lossless: bool) -> Any:
     raise Opaque(
         f"an object of {_named(kind)}, which is no plain data; return plain data, or register_type a class that has some"
     )
+
+
+def _dumped(value: Any, kind: Any, lossless: bool) -> Any:
+    """A model's data, without a word about values that are not as annotated: they are what there is to store."""
+    if not lossless:
+        return value.model_dump(mode="python", warnings=False)
+    if not _is_wire_model(kind):
+        return value.model_dump(mode="python", round_trip=True, warnings=False)
+    whole, as_sent = _in_full(value), _as_sent(value)
+    try:
+        return as_sent if _in_full(kind.model_construct(**as_sent)) == whole else whole
+    except Exception:  # it is the class's own code
+        return whole
+
+
+def _in_full(wire_model: Any) -> Any:
+    return wire_model.model_dump(mode="python", round_trip=True, warnings=False, by_alias=True)
+
+
+def _as_sent(wire_model: Any) -> Any:
+    return wire_model.model_dump(mode="python", round_trip=True, warnings=False, by_alias=True, exclude_unset=True)
 
 
 def _base_value(value: Any, base: Any) -> Any:
@@ -72,6 +93,14 @@ def _is_enum(kind: Any) -> bool:
 def _is_model(kind: Any) -> bool:
     """A pydantic model, known by its methods so that pydantic is never imported."""
     return callable(getattr(kind, "model_dump", None)) and callable(getattr(kind, "model_validate", None))
+
+
+def _is_wire_model(kind: Any) -> bool:
+    """A model with a way of its own to be built without validation, as the clients of model providers have them.
+
+    They make it of whatever the server sends, so it is stored as it was sent: by the server's names, without what was left out.
+    """
+    return any("model_construct" in vars(base) for base in kind.__mro__ if not base.__module__.startswith("pydantic."))
 
 
 def _is_dataclass(kind: Any) -> bool:
@@ -354,7 +383,7 @@ def _as_is(plain: Any, fits: bool, what: str, strict: bool) -> Any:
 
 def _build_union(members: tuple[Any, ...], plain: Any, strict: bool) -> Any:
     for pass_is_strict in (True,) if strict else (True, False):
-        for member in members:
+        for member in members if pass_is_strict else sorted(members, key=lambda member: not _is_tagged(member, plain)):
             try:
                 built = _build(member, plain, pass_is_strict)
             except Misfit:
@@ -364,6 +393,15 @@ def _build_union(members: tuple[Any, ...], plain: Any, strict: bool) -> Any:
     if strict or (type(plain) is dict and any(map(classes, members))):
         raise Misfit(f"no member of the union fits {type(plain).__name__}")
     return plain
+
+
+def _is_tagged(member: Any, plain: Any) -> bool:
+    """Whether the data says of itself that it is of this model: by fields that hold one of few values, such as `type`."""
+    if type(plain) is not dict or not _is_model(_bare(member)):
+        return False
+    hints = _hints(_bare(member))
+    tags = [name for name, hint in hints.items() if typing.get_origin(_bare(hint)) is typing.Literal and name in plain]
+    return bool(tags) and all(plain[name] in typing.get_args(_bare(hints[name])) for name in tags)
 
 
 def _build_literal(values: tuple[Any, ...], plain: Any, strict: bool) -> Any:
@@ -391,6 +429,8 @@ def _build_object(cls: Any, args: tuple[Any, ...], plain: Any, strict: bool) -> 
     try:
         if _is_enum(cls):
             return cls(plain)
+        if _is_wire_model(cls):
+            return _build_wire_model(cls, plain, strict)
         if _is_model(cls):
             return _build_model(cls, plain)
         if _is_dataclass(cls):
@@ -437,6 +477,35 @@ def _build_model(cls: Any, plain: Any) -> Any:
         if lost := plain.keys() - known - (built.model_extra or {}).keys():
             raise Misfit(f"{_named(cls)} has no field {min(lost, key=str)!r}")
     return built
+
+
+def _build_wire_model(cls: Any, plain: Any, strict: bool) -> Any:
+    """The model that is stored as exactly this data: validated where that changes nothing, else built as its client builds it."""
+    validated = None
+    try:
+        validated = _build_model(cls, plain)
+        if _is_stored_as(validated, plain):
+            return validated
+    except Misfit:
+        raise
+    except ValueError:
+        if strict or type(plain) is not dict:
+            raise
+    if strict:
+        raise Misfit(f"{_named(cls)} makes another value of it")
+    constructed = cls.model_construct(**plain)
+    if _is_stored_as(constructed, plain):
+        return constructed
+    if validated is None:
+        raise Misfit(f"{_named(cls)} makes another value of it")
+    return validated
+
+
+def _is_stored_as(built: Any, plain: Any) -> bool:
+    from agent_run_ledger.rules import canonical  # it imports this module only where a class is met
+
+    stored = canonical.encode(plain)
+    return any(canonical.encode(form(built), declared=type(built)) == stored for form in (_as_sent, _in_full))
 
 
 def _keys_of(name: str, field: Any) -> tuple[Any, ...]:

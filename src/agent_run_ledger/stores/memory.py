@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from agent_run_ledger.contract import Head, Lease, Request, Row, Summary
-from agent_run_ledger.errors import LeaseLost, RunNotFound, RunOwned, StoreError, StoreUnavailable
+from agent_run_ledger.contract import Append, Head, Lease, Request, Row, Summary
+from agent_run_ledger.errors import LeaseLost, LedgerError, RunNotFound, RunOwned, StoreError, StoreUnavailable
 from agent_run_ledger.stores import lifetime
 from agent_run_ledger.stores.clock import SystemClock
 
@@ -87,6 +87,10 @@ class MemoryStore:
             run.note = None
             return True
 
+    def append_all(self, appends: Sequence[Append], *, synced: bool) -> list[bool | LedgerError]:
+        with self._mutex:
+            return [self._answer(append, synced) for append in appends]
+
     def read(self, run_id: str, after: int = 0) -> list[Row]:
         with self._mutex:
             self._refuse_if_closed()
@@ -151,6 +155,12 @@ class MemoryStore:
 
     def after_fork_in_child(self) -> None:
         self._mutex = threading.RLock()  # the child's runs are a copy, and go their own way
+
+    def _answer(self, append: Append, synced: bool) -> bool | LedgerError:
+        try:
+            return self.append(*append, synced=synced)
+        except LedgerError as error:
+            return error
 
     def _refuse_if_closed(self) -> None:
         if self._is_closed:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import sqlite3
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-from agent_run_ledger.contract import Head, Lease, Request, Row, Summary
+from agent_run_ledger.contract import Append, Head, Lease, Request, Row, Summary
 from agent_run_ledger.errors import (
     LeaseLost,
+    LedgerError,
     RunNotFound,
     RunOwned,
     StoreError,
@@ -19,7 +21,7 @@ from agent_run_ledger.errors import (
 from agent_run_ledger.stores import lifetime
 from agent_run_ledger.stores.clock import boot_id
 from agent_run_ledger.stores.connections import FULL, NORMAL, PAGE_BYTES, Connections
-from agent_run_ledger.stores.faults import is_refused, leaves_doubt, named
+from agent_run_ledger.stores.faults import code, is_refused, leaves_doubt, named
 from agent_run_ledger.stores.owners import Owners
 from agent_run_ledger.stores.schema import OBJECTS
 
@@ -30,6 +32,14 @@ LARGE_PAYLOAD_BYTES = 64 * 1024
 """A plain payload above this stands in `payloads`, once per run and digest."""
 
 _SUMMARIES_PER_PAGE = 200
+
+_Answer = bool | LedgerError | None
+"""What becomes of one of many appends; None where that depends: its rows stand there already, and may not be synced yet."""
+
+_NOT_KNOWN_TO_BE_SYNCED = (
+    "these entries are written, but it is not known whether they are on stable storage yet: somebody still reads an older "
+    "state of the database. Call again."
+)
 
 # Fenced: the run is found only while it has an owner, its token is ours and its inbox has not moved. Else the run id is
 # NULL and nothing is written. As VALUES it is an eighth cheaper than as SELECT, which a trigger sends through a temporary
@@ -226,12 +236,38 @@ class SqliteStore:
                     row = rows[0]
                     is_written = files.run_alone(level, _APPEND, (run_id, token, inbox, *row), row.payload)
                 else:
-                    is_written = files.transact(level, partial(self._append_all, run_id, token, inbox, rows))
+                    is_written = files.transact(level, partial(self._append_rows, run_id, token, inbox, rows))
                     if is_written:
                         self._noted.discard(run_id)
-                return is_written or self._why_refused(run_id, token, inbox, rows, synced)
+                if is_written:
+                    return True
+                _refuse(files.ready(), run_id, token, inbox)
+                # The inbox may have moved after these very rows were written by a call that could not tell.
+                return self._counts(run_id, rows, synced)
             except (sqlite3.Error, OSError) as error:
                 return self._look_up_appended(error, run_id, rows, synced)
+
+    def append_all(self, appends: Sequence[Append], *, synced: bool) -> list[bool | LedgerError]:
+        files = self._files
+        files.refuse_reentry()
+        if len(appends) == 1:  # alone it is cheaper
+            try:
+                return [self.append(*appends[0], synced=synced)]
+            except LedgerError as error:
+                return [error]
+        answers: list[_Answer] = [None] * len(appends)
+        with files.mutex:
+            try:
+                files.transact(FULL if synced else NORMAL, partial(self._append_each, appends, answers))
+            except (sqlite3.Error, OSError) as error:
+                return self._settled(self._look_up_each(error, appends, answers), synced)
+            except StoreError as error:  # nothing was begun
+                return [_likewise(error) for _ in appends]
+            if self._noted:
+                self._noted -= {
+                    append.run_id for append, answer in zip(appends, answers, strict=True) if answer is True
+                }
+            return self._settled(answers, synced)
 
     def read(self, run_id: str, after: int = 0) -> list[Row]:
         return list(map(Row._make, self._files.ask(_READ, run_id, after)))
@@ -358,7 +394,50 @@ class SqliteStore:
             return False
         return elapsed - since >= seconds
 
-    def _append_all(self, run_id: str, token: int, inbox: int, rows: Sequence[Row], db: sqlite3.Connection) -> bool:
+    def _append_each(self, appends: Sequence[Append], answers: list[_Answer], db: sqlite3.Connection) -> None:
+        self._files.log_pages += len(appends)  # each has a leaf of the index to itself
+        for number, append in enumerate(appends):
+            answers[number] = self._append_one(db, *append)
+
+    def _append_one(self, db: sqlite3.Connection, run_id: str, token: int, inbox: int, rows: Sequence[Row]) -> _Answer:
+        """One of many appends, whole or not at all. Raises only what leaves no transaction to go on with."""
+        if self._inherited and self._inherited.get(run_id) == token:
+            return LeaseLost(run_id, token)
+        try:
+            if len(rows) == 1 and run_id not in self._noted and not _is_large(rows[0]):
+                row = rows[0]
+                self._files.log_pages += len(row.payload or b"") // PAGE_BYTES
+                is_written = db.execute(_APPEND, (run_id, token, inbox, *row)).rowcount == 1
+            else:
+                is_written = self._append_whole(run_id, token, inbox, rows, db)
+            if is_written:
+                return True
+            _refuse(db, run_id, token, inbox)
+            return None if _stand(db, run_id, rows) else False
+        except LedgerError as error:
+            return error
+        except sqlite3.Error as error:
+            # What says that nothing was written undid this one's statement only; so did what Python refused to bind, which
+            # has no code. After all else SQLite wants a rollback, or has done it.
+            is_alone = not leaves_doubt(error) or code(error) == 0
+            if not is_alone or not db.in_transaction:
+                raise
+            return None if is_refused(error) and _stand(db, run_id, rows) else self._fault(error)
+
+    def _append_whole(self, run_id: str, token: int, inbox: int, rows: Sequence[Row], db: sqlite3.Connection) -> bool:
+        """All rows or none, in a transaction that goes on in either case."""
+        db.execute("SAVEPOINT one")
+        try:
+            return self._append_rows(run_id, token, inbox, rows, db)
+        except (sqlite3.Error, StoreError):
+            if db.in_transaction:
+                db.execute("ROLLBACK TO one")
+            raise
+        finally:
+            if db.in_transaction:
+                db.execute("RELEASE one")
+
+    def _append_rows(self, run_id: str, token: int, inbox: int, rows: Sequence[Row], db: sqlite3.Connection) -> bool:
         found = db.execute(_HEAD, (run_id,)).fetchone()
         if found is None or found[1] is None or found[2:4] != (token, inbox):
             return False
@@ -378,17 +457,6 @@ class SqliteStore:
 
     # --- when a write is refused, or fails ----------------------------------------------------------------------------
 
-    def _why_refused(self, run_id: str, token: int, inbox: int, rows: Sequence[Row], synced: bool) -> bool:
-        found = self._files.ready().execute(_HEAD, (run_id,)).fetchone()
-        if found is None:
-            raise RunNotFound(run_id)
-        if found[1] is None or found[2] != token:
-            raise LeaseLost(run_id, token)
-        if found[3] == inbox:
-            raise StoreError(f"run {run_id!r}: an entry without kind, body or roots was refused; nothing was written.")
-        # The inbox may have moved after these very rows were written by a call that could not tell.
-        return self._stand(run_id, rows, synced)
-
     def _look_up_created(self, error: sqlite3.Error | OSError, run_id: str, owner: str, end: float) -> int:
         fault = self._files.failed(error)
         if leaves_doubt(error):
@@ -406,30 +474,56 @@ class SqliteStore:
         fault = self._files.failed(error)
         if leaves_doubt(error) or is_refused(error):
             try:
-                if self._stand(run_id, rows, synced):
+                if self._counts(run_id, rows, synced):
                     return True
             except (sqlite3.Error, OSError, StoreError) as second:
                 if is_refused(error):  # then they may be written, and the refusal says that nothing was
                     fault = second if isinstance(second, StoreError) else named(second, self.path)
         raise fault from error
 
-    def _stand(self, run_id: str, rows: Sequence[Row], synced: bool) -> bool:
-        """Whether the ledger has exactly these rows already, and on stable storage if `synced`."""
-        if not rows:
+    def _counts(self, run_id: str, rows: Sequence[Row], synced: bool) -> bool:
+        """Whether rows that this call did not write count as written: they stand there, on stable storage if `synced`."""
+        if not _stand(self._files.ready(), run_id, rows):
             return False
-        span = (run_id, rows[0].seq, rows[-1].seq)
-        found = self._files.ready().execute(_STANDING, span).fetchall()
-        if len(found) != len(rows):
-            return False
-        for row, (*there, digest) in zip(rows, found, strict=True):
-            if tuple(there) != row[:6] or digest not in (None, row.digest):  # None: the payload was erased since
-                return False
         if synced and not self._files.is_emptied():
-            raise StoreUnavailable(
-                f"run {run_id!r}: these entries are written, but it is not known whether they are on stable storage yet: "
-                "somebody still reads an older state of the database. Call again."
-            )
+            raise StoreUnavailable(_NOT_KNOWN_TO_BE_SYNCED)
         return True
+
+    def _look_up_each(
+        self, error: sqlite3.Error | OSError, appends: Sequence[Append], answers: Sequence[_Answer]
+    ) -> list[_Answer]:
+        """After a transaction that failed. Who was refused in it stays so; else None where the rows stand there all the same."""
+        self._files.failed(error)
+        are_there = [False] * len(appends)
+        if leaves_doubt(error):
+            with suppress(sqlite3.Error, OSError, StoreError):  # the first failure says more
+                db = self._files.ready()
+                are_there = [
+                    self._inherited.get(run_id) != token and _stand(db, run_id, rows)
+                    for run_id, token, _, rows in appends
+                ]
+        return [
+            answer if answer is False or isinstance(answer, LedgerError) else None if is_there else self._fault(error)
+            for answer, is_there in zip(answers, are_there, strict=True)
+        ]
+
+    def _settled(self, answers: list[_Answer], synced: bool) -> list[bool | LedgerError]:
+        """The answers, where rows that stand there count as in `_counts`: they are looked after once for all."""
+        doubt = self._why_not_synced() if synced and None in answers else None
+        return [(doubt is None or _likewise(doubt)) if answer is None else answer for answer in answers]
+
+    def _why_not_synced(self) -> StoreError | None:
+        try:
+            return None if self._files.is_emptied() else StoreUnavailable(_NOT_KNOWN_TO_BE_SYNCED)
+        except (sqlite3.Error, OSError) as error:
+            return self._files.failed(error)
+        except StoreError as error:
+            return error
+
+    def _fault(self, error: sqlite3.Error | OSError) -> StoreError:
+        fault = named(error, self.path)
+        fault.__cause__ = error
+        return fault
 
     # --- the end, and forks -------------------------------------------------------------------------------------------
 
@@ -469,6 +563,37 @@ class SqliteStore:
         self._inherited |= self._held
         self._held = {}
         self._noted = set()
+
+
+def _refuse(db: sqlite3.Connection, run_id: str, token: int, inbox: int) -> None:
+    """Raise why the fence did not hold, unless it is the inbox that moved."""
+    found = db.execute(_HEAD, (run_id,)).fetchone()
+    if found is None:
+        raise RunNotFound(run_id)
+    if found[1] is None or found[2] != token:
+        raise LeaseLost(run_id, token)
+    if found[3] == inbox:
+        raise StoreError(f"run {run_id!r}: an entry without kind, body or roots was refused; nothing was written.")
+
+
+def _stand(db: sqlite3.Connection, run_id: str, rows: Sequence[Row]) -> bool:
+    """Whether the ledger has exactly these rows already."""
+    if not rows:
+        return False
+    found = db.execute(_STANDING, (run_id, rows[0].seq, rows[-1].seq)).fetchall()
+    if len(found) != len(rows):
+        return False
+    for row, (*there, digest) in zip(rows, found, strict=True):
+        if tuple(there) != row[:6] or digest not in (None, row.digest):  # None: the payload was erased since
+            return False
+    return True
+
+
+def _likewise(error: StoreError) -> StoreError:
+    """The same error for one more caller: an exception that several raise would gather all their tracebacks."""
+    again = type(error)(*error.args)
+    again.__cause__ = error.__cause__
+    return again
 
 
 def _is_large(row: Row) -> bool:

@@ -1,0 +1,157 @@
+"""Whose turn it is: the order in which a program is handed its outcomes, the same at every replay."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from heapq import heappop, heappush
+
+
+class Turns:
+    """Decides which one of the outcomes that a run's calls wait for is handed to the program next.
+
+    A program that makes calls side by side sees in which order they come back (`as_completed`, `wait`, a flag that one branch
+    sets and another reads). So outcomes are handed out one at a time, and a replay repeats two things: the order of the
+    hand-outs, and which calls had been made before each of them. The latter, because a call may have been made *instead of*
+    waiting for an outcome that came soon after.
+
+    `intents` are `(order, position)`: whatever calls the log shows to have been made, each before any outcome whose order is
+    greater was handed out. `outcomes` are `(order, position)` of what will be replayed. Two outcomes of one order go as listed.
+    The order of an outcome is its seq. For a call it may be the seq of its first entry; `seen` at the time at which it was made
+    is exact, and so it is for an interruption (`cancelled`), which no seq tells: both are written down later than they happen.
+
+    A recorded outcome is handed out when its call waits for it, every recorded outcome before it is handed out or abandoned, and
+    every call that was made before it is made. A live outcome waits until all recorded ones are handed out or abandoned and all
+    calls of the log are made, since they were made without it; among live ones the lowest seq goes first. A driver reports live
+    outcomes in the order in which they were recorded, all those of one transaction before it asks for the next. An outcome whose
+    turn is over (a call with a key that is made again) goes first of all.
+
+    No scans: everything but the first sort costs O(1), amortised, or O(log n) of the live outcomes that wait. Not thread-safe.
+    """
+
+    __slots__ = ("_due", "_end", "_intents", "_live", "_open", "_recorded", "_unmade", "_waiting", "seen")
+
+    def __init__(self, intents: Iterable[tuple[int, str]] = (), outcomes: Iterable[tuple[int, str]] = ()) -> None:
+        self._intents = deque(sorted(intents, key=_order))
+        self._unmade = {position for _, position in self._intents}
+        """The calls among `_intents` that this program has not made yet."""
+        self._recorded = deque(sorted(outcomes, key=_order))
+        self._due = {position for _, position in self._recorded}
+        """The outcomes among `_recorded` that are neither handed out nor abandoned. The head of the queue always is."""
+        self._end = self._recorded[-1][0] if self._recorded else 0
+        self._open: set[str] = set()
+        """Calls that were made and have not been handed their outcome."""
+        self._waiting: dict[str, int] = {}
+        self._live: list[tuple[int, str]] = []
+        """A heap of the outcomes that are not, or no longer, due; those that no longer wait are dropped when they come up."""
+        self.seen = 0
+        """The order of the last outcome handed out: what the program knows of when it makes a call now."""
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no call waits for its turn."""
+        return not self._waiting
+
+    @property
+    def is_replaying(self) -> bool:
+        """Whether recorded outcomes are still to be handed out."""
+        return bool(self._recorded)
+
+    def made(self, position: str) -> None:
+        """The program has made the call at this position, and will wait for its outcome or abandon it."""
+        self._open.add(position)
+        if self._unmade:
+            self._unmade.discard(position)
+
+    def waiting(self, position: str, seq: int) -> None:
+        """The call is awaited and has an outcome with this seq, a recorded or a live one: all it lacks is its turn."""
+        self._waiting[position] = seq
+        if position not in self._due:
+            heappush(self._live, (seq, position))
+
+    def next(self) -> str | None:
+        """The position whose outcome may be handed out now; None: everybody waits for something still to happen."""
+        live = self._live
+        while live and self._waiting.get(live[0][1]) != live[0][0]:
+            heappop(live)
+        if live and (live[0][0] <= self._end or not (self._recorded or self._unmade)):
+            return live[0][1]
+        if not self._recorded:
+            return None
+        order, position = self._recorded[0]
+        return position if position in self._waiting and not self._lacks_a_call_before(order) else None
+
+    def handed(self, position: str) -> None:
+        """The program has been given the outcome that `next` named."""
+        recorded = self._recorded
+        order = recorded[0][0] if recorded and recorded[0][1] == position else self._waiting[position]
+        if order > self.seen:
+            self.seen = order
+        self._leave(position)
+
+    def at_once(self, position: str, seq: int) -> bool:
+        """Hand out without any waiting, if this call is the only one in flight and it is its turn; False: nothing has changed.
+
+        Where it is True, the outcome counts as handed out. Whatever the program runs beside this call, it has not run on since.
+        """
+        if len(self._open) != 1 or position not in self._open:
+            return False
+        if self._recorded:
+            order, first = self._recorded[0]
+            if first != position or self._lacks_a_call_before(order):
+                return False
+            self._recorded.popleft()
+            self._due.remove(position)
+            self._drop_what_is_gone()
+        elif self._unmade:
+            return False
+        else:
+            order = seq
+        if order > self.seen:
+            self.seen = order
+        self._open.clear()
+        return True
+
+    def abandoned(self, position: str) -> None:
+        """The call was cancelled or closed before its turn, or, at the end of the run, was never made: nobody waits for it."""
+        self._unmade.discard(position)
+        self._leave(position)
+
+    def holds_up(self) -> str | None:
+        """Which call all that wait are waiting for, in words; None: nobody waits, or somebody's turn has come."""
+        if not self._waiting or self.next() is not None:
+            return None
+        if self._recorded:
+            position = self._recorded[0][1]
+            if position in self._open and position not in self._waiting:
+                return f"the call at position {position} is made but not awaited"
+            if position not in self._waiting:
+                return f"the call at position {position} has not been made"
+        missing = self._first_unmade()
+        return f"the call at position {missing[1]} has not been made" if missing is not None else None
+
+    def _first_unmade(self) -> tuple[int, str] | None:
+        intents = self._intents
+        while intents and intents[0][1] not in self._unmade:
+            intents.popleft()
+        return intents[0] if intents else None
+
+    def _lacks_a_call_before(self, order: int) -> bool:
+        missing = self._first_unmade()
+        return missing is not None and missing[0] < order
+
+    def _leave(self, position: str) -> None:
+        self._open.discard(position)
+        self._waiting.pop(position, None)
+        if position in self._due:
+            self._due.remove(position)
+            self._drop_what_is_gone()
+
+    def _drop_what_is_gone(self) -> None:
+        recorded, due = self._recorded, self._due
+        while recorded and recorded[0][1] not in due:
+            recorded.popleft()
+
+
+def _order(entry: tuple[int, str]) -> int:
+    return entry[0]
