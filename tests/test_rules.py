@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import doctest
 import functools
+import inspect
+import keyword
+import re
 import subprocess
 import sys
 from hashlib import sha256
@@ -13,9 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agent_run_ledger import InvalidArguments, InvalidName, LoopDetectorPolicy, RetryPolicy, compute_fingerprint
-from agent_run_ledger.rules import budget, digests, functions
+from agent_run_ledger.rules import budget, digests, functions, names
 from agent_run_ledger.rules.backoff import delay
-from agent_run_ledger.rules.names import check_name
+from agent_run_ledger.rules.names import check_name, sanitize_identifier
 from support.ledgers import HOSTILE
 from support.processes import environment
 
@@ -326,3 +330,284 @@ def test_a_functions_digest_is_the_same_in_every_process() -> None:
         for seed in ("1", "2", "3")
     }  # fmt: skip
     assert len(printed) == 1
+
+
+class AsyncCaller:
+    async def __call__(self, x: int) -> int:
+        return x
+
+    async def method(self) -> None: ...
+
+    @classmethod
+    async def of_the_class(cls) -> None: ...
+
+    @staticmethod
+    async def of_nobody() -> None: ...
+
+
+@functools.wraps(asynchronous)
+def passed_on(*args: Any) -> Any:
+    return asynchronous(*args)
+
+
+@functools.wraps(plain)
+async def in_a_thread(*args: Any, **kwargs: Any) -> int:
+    return plain(*args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        AsyncCaller(),
+        AsyncCaller().method,
+        AsyncCaller.of_the_class,
+        AsyncCaller.of_nobody,
+        functools.partial(functools.partial(asynchronous)),
+        functools.partial(AsyncCaller()),
+        functools.partial(AsyncCaller().method),
+        passed_on,
+        in_a_thread,
+        functools.partial(in_a_thread, 1),
+    ],
+)
+def test_an_async_function_is_known_whatever_it_is_wrapped_in(function: Any) -> None:
+    assert functions.signature(function).is_async
+
+
+@pytest.mark.parametrize(
+    "function", [AsyncCaller, wrapped, functools.partial(plain, 1), Caller(), len, functools.partial]
+)
+def test_what_only_makes_or_holds_something_is_not_async(function: Any) -> None:
+    assert not functions.signature(function).is_async
+
+
+def test_an_object_that_answers_to_every_name_is_read_in_bounds() -> None:
+    class Answers:
+        def __getattr__(self, name: str) -> Any:
+            return Answers()
+
+        def __call__(self, x: int) -> int:
+            return x
+
+    assert not functions.signature(Answers()).is_generator
+
+
+def pays(amount: int, idempotency_key: str, note: str = "") -> None: ...
+
+
+def pays_by_name(*, amount: int, idempotency_key: str = "") -> None: ...
+
+
+def keeps_its_own(amount: int, idempotency_key: str, /) -> None: ...
+
+
+KEYED = {
+    "by place": pays,
+    "by name": pays_by_name,
+    "partial": functools.partial(pays, note="x"),
+    "wrapped": functools.wraps(pays)(lambda *args, **kwargs: pays(*args, **kwargs)),
+}
+
+
+@pytest.mark.parametrize("function", KEYED.values(), ids=KEYED)
+def test_the_parameter_for_the_key_is_the_ledgers_to_fill(function: Any) -> None:
+    takes = functions.signature(function)
+    assert takes.takes_key
+    assert "idempotency_key" not in takes.names + takes.required
+    functions.check_arguments("pay", takes, {"amount": 5})
+    for refuse in (
+        lambda: functions.check_arguments("pay", takes, {"amount": 5, "idempotency_key": "mine"}),
+        lambda: functions.bound(takes, (), {"amount": 5, "idempotency_key": "mine"}),
+    ):
+        with pytest.raises(InvalidArguments, match="'idempotency_key' is given by the ledger"):
+            refuse()
+
+
+def test_a_key_given_by_position_is_refused_too() -> None:
+    assert functions.bound(functions.signature(pays), (5,), {"note": "x"}) == {"amount": 5, "note": "x"}
+    with pytest.raises(InvalidArguments, match="'idempotency_key' is given by the ledger"):
+        functions.bound(functions.signature(pays), (5, "x"), {})
+
+
+def test_what_is_no_parameter_for_the_key_is_an_argument_like_others() -> None:
+    for function in (plain, takes_any, keeps_its_own):
+        assert not functions.signature(function).takes_key
+    assert functions.signature(keeps_its_own).required == ("amount", "idempotency_key")
+    assert functions.bound(functions.signature(takes_any), (1,), {"idempotency_key": "x"}) == {
+        "a": 1,
+        "idempotency_key": "x",
+    }
+
+
+@pytest.mark.parametrize(
+    ("function", "args", "kwargs", "arguments"),
+    [
+        (plain, (1,), {"c": 3}, {"a": 1, "c": 3}),
+        (plain, (1, 2), {"d": 4, "c": 3}, {"a": 1, "b": 2, "c": 3, "d": 4}),
+        (plain, (), {"c": 3, "a": 1}, {"a": 1, "c": 3}),
+        (wrapped, (1,), {"c": 3}, {"a": 1, "c": 3}),
+        (functools.partial(plain, 1), (2,), {"c": 3}, {"b": 2, "c": 3}),
+        (takes_any, (1,), {"more": 2}, {"a": 1, "more": 2}),
+        (Caller(), (1,), {}, {"x": 1}),
+        (Caller().method, (1,), {}, {"y": 1}),
+        (lambda: None, (), {}, {}),
+    ],
+)
+def test_the_arguments_of_a_call_are_bound_to_their_names_as_they_were_given(
+    function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], arguments: dict[str, Any]
+) -> None:
+    assert functions.bound(functions.signature(function), args, kwargs) == arguments
+
+
+@pytest.mark.parametrize(
+    ("function", "args", "kwargs", "says"),
+    [
+        (plain, (), {}, "missing a required argument: 'a'"),
+        (plain, (1,), {}, "missing a required argument: 'c'"),
+        (plain, (1, 2, 3), {"c": 1}, "too many positional arguments"),
+        (plain, (1,), {"a": 1, "c": 3}, "multiple values for argument 'a'"),
+        (plain, (1,), {"c": 3, "e": 5}, "got an unexpected keyword argument 'e'"),
+        (positional_only, (1,), {}, "a tool takes its arguments by keyword, and a cannot be given so"),
+        (lambda *numbers: None, (1,), {}, r"a tool takes its arguments by keyword, and \*numbers cannot be given so"),
+        (len, ([],), {}, "a tool takes its arguments by keyword, and obj cannot be given so"),
+    ],
+)
+def test_a_call_that_python_could_not_make_is_refused_in_its_words(
+    function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(InvalidArguments, match=f"^'pay': {says}; nothing was dispatched$"):
+        functions.bound(functions.signature(function), args, kwargs, tool="pay")
+
+
+PARAMETERS = st.sampled_from(["a", "b", "c", "d", "e"])
+
+
+@given(
+    st.lists(st.integers(), max_size=6), st.dictionaries(PARAMETERS, st.integers()), st.sampled_from([plain, takes_any])
+)
+def test_a_call_is_bound_exactly_where_python_would_make_it(
+    args: list[int], kwargs: dict[str, int], function: Any
+) -> None:
+    try:
+        wanted = dict(inspect.signature(function).bind(*args, **kwargs).arguments)
+    except TypeError:
+        with pytest.raises(InvalidArguments):
+            functions.bound(functions.signature(function), args, kwargs)
+    else:
+        wanted.update(wanted.pop("rest", {}))
+        assert functions.bound(functions.signature(function), args, kwargs) == wanted
+
+
+def test_functions_of_one_code_and_other_defaults_are_told_apart() -> None:
+    def of_one_code(*defaults: Any) -> Any:
+        def f(a: int, b: int) -> None: ...
+
+        f.__defaults__ = defaults or None
+        return f
+
+    one, other, third = of_one_code(), of_one_code(1), of_one_code(1, 2)
+    for _ in range(2):
+        assert functions.signature(one).required == ("a", "b")
+        assert functions.signature(other).required == ("a",)
+        assert functions.signature(third).required == ()
+
+
+# --- identifiers ------------------------------------------------------------------------------------------------------
+
+IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,62}")
+
+
+@given(
+    st.text()
+    | st.text(st.sampled_from("abZ019_ -."), max_size=70)
+    | st.sampled_from(keyword.kwlist + keyword.softkwlist)
+)
+def test_what_comes_out_is_an_identifier_and_comes_out_again_as_it_is(name: str) -> None:
+    try:
+        identifier = sanitize_identifier(name)
+    except InvalidName:
+        return
+    assert identifier.isidentifier()
+    assert not keyword.iskeyword(identifier)
+    assert IDENTIFIER.fullmatch(identifier)
+    assert type(identifier) is str
+    assert sanitize_identifier(identifier) == identifier
+
+
+@given(st.from_regex(r"\A[A-Za-z_][A-Za-z0-9_]{0,62}\Z").filter(lambda name: not keyword.iskeyword(name)))
+def test_an_identifier_stays_as_it_is(name: str) -> None:
+    assert sanitize_identifier(name) == name
+
+
+@pytest.mark.parametrize(
+    ("name", "identifier"),
+    [
+        ("fetch invoice-2026.10", "fetch_invoice_2026_10"),
+        ("a - b", "a_b"),
+        ("a_-b", "a__b"),
+        ("7 up", "_7_up"),
+        ("class", "class_"),
+        ("None", "None_"),
+        ("match", "match"),
+        ("_", "_"),
+        ("a" * 63, "a" * 63),
+    ],
+)
+def test_separators_digits_and_keywords_are_mended(name: str, identifier: str) -> None:
+    assert sanitize_identifier(name) == identifier
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("a'b", r"holds \"'\" at index 1"),
+        ('a"b', "holds '\"' at index 1"),
+        ("a;b", "holds ';' at index 1"),
+        ("a/b", "holds '/' at index 1"),
+        ("a\\b", "at index 1"),
+        ("../../etc", r"holds '/' at index 2"),
+        ("a..b", r"holds '\.' at index 2: two dots"),
+        ("..", "two dots"),
+        (".hidden", r"holds '\.' at index 0"),
+        ("-rf", "holds '-' at index 0"),
+        ("a ", "holds ' ' at index 1"),
+        ("a\x00b", r"holds U\+0000 at index 1"),
+        ("a\nb", r"holds U\+000A at index 1"),
+        ("a\u202eb", r"holds U\+202E at index 1"),
+        ("\u0430bc", r"holds U\+0430 at index 0"),
+        ("stra\u00dfe", r"holds U\+00DF at index 4"),
+        ("\u0663", r"holds U\+0663 at index 0"),
+        ("\ud800", r"holds U\+D800 at index 0"),
+        ("", "empty"),
+        ("a" * 64, "64 characters, at most 63"),
+        ("1" * 63, "64 characters, at most 63"),
+        (None, "made of a string"),
+        (b"a", "made of a string"),
+    ],
+)
+def test_what_cannot_be_mended_is_refused_with_the_character_and_its_place(name: object, says: str) -> None:
+    with pytest.raises(InvalidName, match=says) as caught:
+        sanitize_identifier(name)
+    assert str(caught.value).encode().decode().isprintable()
+
+
+@pytest.mark.parametrize("sample", HOSTILE.values())
+def test_no_hostile_name_is_an_identifier(sample: str) -> None:
+    with pytest.raises(InvalidName):
+        sanitize_identifier(sample)
+
+
+def test_a_string_that_lies_about_itself_is_taken_for_what_it_holds() -> None:
+    class Liar(str):
+        def __str__(self) -> str:
+            return "'; DROP TABLE entries; --"
+
+        def replace(self, *_: Any) -> str:  # type: ignore[override]
+            return "'; DROP TABLE entries; --"
+
+    assert sanitize_identifier(Liar("a b")) == "a_b"
+
+
+@pytest.mark.parametrize("module", [names, functions])
+def test_the_examples_run(module: Any) -> None:
+    assert doctest.testmod(module).failed == 0

@@ -338,5 +338,9 @@ class UndeclaredEffectWarning(UserWarning):
     """A step in doubt was dispatched again although its tool does not declare what a second dispatch does."""
 
 
+class ReplayStalledWarning(UserWarning):
+    """A replay waits for a call that is recorded and that the program does not make: its code has changed, or it waits itself."""
+
+
 class PlainDataWarning(UserWarning):
     """An object of an undeclared class was stored as plain data, and plain data is what the caller gets."""

@@ -7,10 +7,10 @@ import os
 import socket
 import uuid
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from random import random
 from types import TracebackType
-from typing import Any, Literal, Self, Unpack, cast
+from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, cast
 
 from agent_run_ledger.contract import Clock, Row, Store, Summary
 from agent_run_ledger.drivers.context import caller
@@ -49,6 +49,9 @@ from agent_run_ledger.rules.loops import LoopDetectorPolicy
 from agent_run_ledger.rules.names import check_name
 from agent_run_ledger.stores import open_store
 from agent_run_ledger.stores.clock import SystemClock
+
+if TYPE_CHECKING:
+    from agent_run_ledger.drivers.asynchronous import AsyncDriver
 
 Durability = Literal["full", "process"]
 
@@ -148,6 +151,8 @@ class Ledger:
         arguments = (label, lease_seconds, heartbeat_seconds, limit, deadline, undeclared, policy.rule)
         self._leases = Leases(self._store, self._clock, *arguments)
         self._driver = SyncDriver(self._store, self._clock, self._leases, durability)
+        self._async_driver: AsyncDriver | None = None
+        self._durability = durability
         _open.add(self)
 
     def __enter__(self) -> Self:
@@ -161,7 +166,18 @@ class Ledger:
     def close(self) -> None:
         """Give every lease back and let go of the storage. Calling it again does nothing."""
         _open.discard(self)
+        if self._async_driver is not None:
+            self._async_driver.close()
         self._driver.close()
+
+    @property
+    def _asynchronous(self) -> AsyncDriver:
+        """The driver for event loops, made when somebody uses one: `asyncio` is not free to import."""
+        if self._async_driver is None:
+            from agent_run_ledger.drivers.asynchronous import AsyncDriver
+
+            self._async_driver = AsyncDriver(self._driver, self._store, self._clock, self._leases, self._durability)
+        return self._async_driver
 
     # --- looking ------------------------------------------------------------------------------------------------------
 
@@ -459,6 +475,24 @@ class AgentRunLedger(Ledger):
         call.branch = run.root
         return self._perform(run, call)
 
+    def aexecute_step(
+        self,
+        run_id: str,
+        tool_name: str,
+        arguments: Mapping[str, Any],
+        execution_fn: Callable[..., Any],
+        **options: Unpack[StepOptions],
+    ) -> Coroutine[Any, Any, Any]:
+        """`execute_step` in an event loop: the call is made now, and what this returns is awaited for its outcome.
+
+        `execution_fn` may be an async function or a plain one; a plain one runs in the loop's thread, or with `timeout=` in one of
+        its own. Calls that are awaited together run side by side.
+        """
+        call = function_call(tool_name, arguments, execution_fn, declared(options), self._payload_limit, may_await=True)
+        run = self._run(run_id)
+        call.branch = run.root
+        return self._asynchronous.call(run, call)
+
     def resume_run(self, run_id: str, *, wait: float | None = None) -> list[StepRecord]:
         """Take a run over and return its steps; the next `execute_step` goes on at the first position without an outcome.
 
@@ -563,13 +597,19 @@ def park(driver: SyncDriver, run: HeldRun, error: BaseException) -> None:
 
 
 def function_call(
-    tool: str, arguments: Mapping[str, Any], function: Callable[..., Any], options: Options, limit: int
+    tool: str,
+    arguments: Mapping[str, Any],
+    function: Callable[..., Any],
+    options: Options,
+    limit: int,
+    *,
+    may_await: bool = False,
 ) -> Call:
     """A call as the program spells it, checked as far as it can be before anything happens."""
     if type(arguments) is not dict and not isinstance(arguments, Mapping):
         raise InvalidArguments(f"the arguments of {tool!r} must be a mapping, not {type(arguments).__name__}")
     takes = functions.signature(function)
-    if takes.is_async:
+    if takes.is_async and not may_await:
         raise InvalidArguments(
             f"{tool!r} is an async function: execute_step cannot await it, aexecute_step is for that; nothing was dispatched"
         )
@@ -589,6 +629,7 @@ def function_call(
         functions.environment(options.version) if options.version else takes.environment,
         passes,
         limit,
+        is_async=takes.is_async,
         parameters={n: a for n, a in functions.hints(function).items() if n != "return"} if annotated else {},
     )
 

@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from types import TracebackType
+from typing import Any
 
 from agent_run_ledger.contract import Clock, Store
 from agent_run_ledger.drivers.workers import Work
@@ -38,6 +39,8 @@ class HeldRun(LiveRun):
         """Whether the run was used since the last heartbeat."""
         self.is_settled = False
         """Whether the run has ended and its end is known here: there is nothing to claim and nothing more to read."""
+        self.order: Any = None
+        """Who waits for his turn, where calls run side by side in an event loop."""
         self.left_running: dict[str, Work] = {}
         """The threads of steps that ran out of time, by position."""
 

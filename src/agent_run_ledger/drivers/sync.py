@@ -9,9 +9,9 @@ from contextlib import suppress
 from typing import Any, TypeVar, cast
 
 from agent_run_ledger.contract import Clock, Store
-from agent_run_ledger.drivers import workers
 from agent_run_ledger.drivers.context import StepContext, caller, step_variable
 from agent_run_ledger.drivers.leases import POLL_SECONDS, HeldRun, Leases, is_owed
+from agent_run_ledger.drivers.workers import Work
 from agent_run_ledger.engine.call import Call
 from agent_run_ledger.engine.commit import prepare
 from agent_run_ledger.engine.effects import (
@@ -162,7 +162,7 @@ class SyncDriver:
         if self._clock.elapsed() >= run.expires:
             self._leases.renew(run, run.token)
         if run.replayed:
-            self._tell_replayed(run)
+            self.tell_replayed(run)
         token = step_variable.set(StepContext(self._leases, run, effect.step))
         try:
             if effect.timeout is None:
@@ -186,7 +186,8 @@ class SyncDriver:
 
     def _in_a_thread(self, run: HeldRun, effect: Invoke, seconds: float) -> Result:
         """The function's result, or a `TimeoutError` after `seconds`; the thread is left to itself then."""
-        work = workers.start(effect.function, effect.arguments, effect.step.tool)
+        work = Work(effect.function, effect.arguments, effect.step.tool)
+        work.start()
         if work.wait(seconds):
             return work.result
         with run.lock:
@@ -212,6 +213,7 @@ class SyncDriver:
     @staticmethod
     def _take_turn(effect: Turn) -> None:
         if effect.run.turns is not None:
+            effect.run.turns.waiting(effect.call.position, effect.seq)
             effect.run.turns.handed(effect.call.position)
 
     def _wait_for_quiet(self, effect: Quiet) -> None:
@@ -232,7 +234,7 @@ class SyncDriver:
             warnings.warn(effect.text, effect.category, stacklevel=6)
 
     @staticmethod
-    def _tell_replayed(run: HeldRun) -> None:
+    def tell_replayed(run: HeldRun) -> None:
         """One INFO line a resume, for programs that log; `logging` is not imported for those that do not."""
         logging = sys.modules.get("logging")
         if logging is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import os
 import sys
 import threading
@@ -47,22 +48,15 @@ class Work:
             while (worker := _pop_idle()) is not None:
                 if worker.give(self):
                     return
-            _Worker(self).start()
+            _Worker(self).begin()
         except BaseException as error:
             if self.take_back():
                 error.add_note(f"{self.name!r} was not called.")
             raise
 
     def take_back(self) -> bool:
-        """Whether the function has not been called and never will be: the work is over then, unless it was before."""
-        try:
-            # No call stands between these two lines, so that no interrupt comes between them.
-            del self._call[0]
-            self._result = _NOT_CALLED
-        except IndexError:
-            return self._result is _NOT_CALLED
-        self._tell()
-        return True
+        """Whether this or an earlier call of `take_back` has come before the function's: it is never called, and the work is over."""
+        return self._end_uncalled(_TAKEN_BACK) or self._result is _TAKEN_BACK
 
     def wait(self, seconds: float | None) -> bool:
         """Wait up to so many seconds, or for ever; whether it is over. An interrupt ends the wait and nothing else."""
@@ -86,7 +80,7 @@ class Work:
         """What the function did, once it is over; `error` is whatever it raised, `SystemExit` among it."""
         if self._result is None:
             raise RuntimeError(f"{self.name!r} is not over")
-        if self._result is _NOT_CALLED:
+        if self._result is _TAKEN_BACK:
             return Result(None, RuntimeError(f"{self.name!r} was not called"))
         return self._result
 
@@ -114,13 +108,18 @@ class Work:
                 with suppress(BaseException):  # as a closed event loop does; the others are told nevertheless
                     tell()
 
-    def _perform(self) -> None:
-        with suppress(IndexError):  # it was taken back
-            self._result = _result_of(*self._call.pop())
-        del self  # an error's traceback leads here, and the work would keep itself alive
+    def _end_uncalled(self, result: Result) -> bool:
+        try:
+            # No call stands between these two lines, so that no interrupt comes between them.
+            del self._call[0]
+            self._result = result
+        except IndexError:
+            return False
+        self._tell()
+        return True
 
 
-_NOT_CALLED = Result(None, None)
+_TAKEN_BACK = Result(None, None)
 
 
 def start(function: Callable[..., Any], arguments: Mapping[str, Any], name: str) -> Work:
@@ -155,10 +154,19 @@ class _Worker:
         self._bell.acquire()
         self._thread = threading.Thread(target=self._live, name=work.name, daemon=True)
 
-    def start(self) -> None:
-        # A `threading.Thread`, although its start waits for the thread's first turn: user's code runs in it, and debuggers,
-        # coverage and logging know such threads only. Threads are used again, so this is rare.
-        self._thread.start()
+    def begin(self) -> None:
+        """Start the thread, without waiting for it."""
+        # User's code runs in it, and debuggers, coverage and logging know no other threads than those of `threading`. But
+        # their start waits for the thread's first turn, in locks that an interrupt of the main thread leaves in disorder.
+        # So it is another thread that starts this one.
+        _thread.start_new_thread(self._begin, ())
+
+    def _begin(self) -> None:
+        try:
+            self._thread.start()
+        except Exception as error:
+            if (work := self._next[_WORK]) is not None:
+                work._end_uncalled(Result(None, RuntimeError(f"{work.name!r} was not called: {error}")))
 
     def give(self, work: Work) -> bool:
         """Whether the thread does this work; it may be about to end. Call with a worker from among the idle."""
@@ -171,11 +179,15 @@ class _Worker:
         while (work := self._next[_WORK]) is not None:
             del self._next[_WORK]
             self._thread.name = work.name
-            work._perform()
+            result = None
+            with suppress(IndexError):  # it was taken back
+                result = _result_of(*work._call.pop())
             self._thread.name = "agent-run-ledger idle"
-            _idle.append(self)  # before anybody is told: who then starts another work finds this thread
-            work._tell()
-            del work  # nothing is kept while it waits
+            _idle.append(self)  # before anybody can know: who then starts another work finds this thread
+            if result is not None:
+                work._result = result
+                work._tell()
+            del work, result  # nothing is kept while it waits
             self._await_next()
 
     def _await_next(self) -> None:

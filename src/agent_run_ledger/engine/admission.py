@@ -60,7 +60,7 @@ def left_in_doubt(run: LiveRun, branch: Branch | None) -> tuple[list[Draft], Ste
         return [], None
     drafts: list[Draft] = []
     steps = run.history.positions
-    for position, (owner, call) in run.interrupted.items():
+    for position, (owner, call) in list(run.interrupted.items()):
         if branch is not None and owner is not branch:
             continue
         step = steps.get(position)

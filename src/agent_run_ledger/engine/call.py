@@ -131,6 +131,8 @@ class Call:
     """The largest payload, in canonical bytes."""
     parameters: Mapping[str, Any] = field(default_factory=dict)
     """The annotations by which stored arguments are made into the declared classes again."""
+    is_async: bool = False
+    """Whether the function has to be awaited."""
     takes_key: bool = False
     """Whether the function is given the idempotency key as `idempotency_key`."""
     max_attempts: int = 0

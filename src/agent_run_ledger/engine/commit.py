@@ -58,7 +58,7 @@ _ALONGSIDE = frozenset({"intent", "outcome", "redispatched_undeclared"})
 def _honour(run: LiveRun, drafts: list[Draft]) -> bool:
     """Add what answers the requests of others, unless steps are in flight: they finish and are recorded first."""
     ended = {draft.position for draft in drafts if draft.kind in ("outcome", "parked")}
-    if any(draft.kind == "intent" for draft in drafts) or not run.in_flight.keys() <= ended:
+    if any(draft.kind == "intent" for draft in drafts) or not set(run.in_flight) <= ended:
         return False
     state = run.history.state
     for draft in drafts:

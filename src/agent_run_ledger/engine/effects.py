@@ -68,6 +68,7 @@ class Invoke(NamedTuple):
     arguments: dict[str, Any]
     timeout: float | None = None
     """Seconds after which the answer is a `TimeoutError`, whatever the function does then."""
+    is_async: bool = False
 
 
 class AwaitLate(NamedTuple):

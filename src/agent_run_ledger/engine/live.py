@@ -88,6 +88,9 @@ class LiveRun:
         """Whether the run ends as soon as nothing is in flight: nothing new begins."""
         self.divergence: ReplayDivergence | None = None
         """What the program was told when it asked for something else than what is recorded: it appends nothing any more."""
+        self.turns = None
+        self.skipped = 0
+        """How many positions of the run's own branch the program was put behind: it never makes their calls."""
         self.leaving: str | None = None
         """Whether the last call that ends gives the run back, and with which note; None: it does not."""
 
@@ -105,7 +108,7 @@ class LiveRun:
     def close_branch(self, branch: Branch, parent: Branch) -> None:
         """What the branch knows and left undone is its parent's now. The branch may be opened again."""
         parent.hears |= branch.hears
-        for position, (owner, call) in self.interrupted.items():
+        for position, (owner, call) in list(self.interrupted.items()):
             if owner is branch:
                 self.interrupted[position] = (parent, call)
         if branch.path.rpartition(".")[2].isdecimal():
@@ -122,7 +125,7 @@ class LiveRun:
         if call.key is not None or call.place is not None:
             call.position = call.place or within(branch.path, keyed(call.key or ""))
             if call.position in self.made:
-                self._let_go_of_dropped()
+                self.let_go_of_dropped()
                 if call.position in self.made:
                     raise UnorderedStep(self.run_id, call.tool, self.made[call.position].tool)
         else:
@@ -137,7 +140,7 @@ class LiveRun:
     def admit(self, branch: Branch, maker: object, asked: str) -> None:
         """Raises `UnorderedStep` where somebody else's call is under way in this branch, or this very thread's, below a step."""
         if branch.numbered and (branch.maker != maker or type(maker) is int):
-            self._let_go_of_dropped()
+            self.let_go_of_dropped()
             if branch.numbered:
                 other = next(call for call in self.made.values() if call.branch is branch and call.key is None)
                 raise UnorderedStep(self.run_id, asked, other.tool)
@@ -162,12 +165,32 @@ class LiveRun:
         elif call.place is None:  # a pipeline that goes on is a pipeline that begins again
             self.interrupted[position] = (branch, call)
 
+    def begin_turns(self) -> None:
+        """From now on this program is handed its outcomes in turn, the recorded ones in the order of the first time."""
+        history = self.history
+        recorded = [
+            (step.seq, step.missed or step.outcome.seq if step.stands and step.outcome is not None else 0, position)
+            for position, step in history.positions.items()
+        ]
+        recorded += [(missed.seq, missed.seq, position) for position, missed in history.missed.items()]
+        if self.skipped:
+            recorded = [each for each in recorded if not self._is_skipped(each[2])]
+        self.turns = Turns(
+            [(seq, position) for seq, _, position in recorded], [(seq, position) for _, seq, position in recorded if seq]
+        )
+        for position in self.made:
+            self.turns.made(position)
+
+    def _is_skipped(self, position: str) -> bool:
+        first = position.partition(".")[0]
+        return first.isdecimal() and int(first) <= self.skipped
+
     def _stand_before(self, call: Call) -> None:
         """The program did not get this call's outcome: it stands before the call again, and asking again replays or continues it."""
         if call.key is None and call.place is None:
             call.branch.cursor = min(call.branch.cursor, int(call.position.rpartition(".")[2]))
 
-    def _let_go_of_dropped(self) -> None:
+    def let_go_of_dropped(self) -> None:
         """Calls that were made, and whose coroutine was closed before it began."""
         for call in [call for call in self.made.values() if call.is_dropped()]:
             self.ended(call, None)
@@ -176,7 +199,7 @@ class LiveRun:
     def is_busy(self) -> bool:
         """Whether a call is under way."""
         if self.made:
-            self._let_go_of_dropped()
+            self.let_go_of_dropped()
         return bool(self.made)
 
     @property
@@ -199,7 +222,7 @@ class LiveRun:
                     self.in_flight[position] = history.positions[position]
             elif row.kind != "redispatched_undeclared":
                 self.in_flight.pop(position, None)
-            if self.interrupted and row.kind in ("outcome", "missed"):
+            if self.interrupted and (row.kind == "missed" or body.get("ok") == "cancelled"):
                 self.interrupted.pop(position, None)
         if self.requests:
             self.requests = [request for request in self.requests if request.id > history.honoured]

@@ -354,7 +354,7 @@ def _attempt(run: LiveRun, call: Call, step: StepHistory) -> Flow[BaseException 
     if step.redispatched == step.attempts:
         yield Warn(UndeclaredEffectWarning, _DISPATCHED_AGAIN.format(tool=call.tool))  # a program may make it an error
     call.was_dispatched = True
-    result: Result = yield Invoke(run, step, call.function, arguments, call.options.timeout)
+    result: Result = yield Invoke(run, step, call.function, arguments, call.options.timeout, call.is_async)
     error = result.error
     if error is None:
         draft = outcomes.returned(run, call, step, result.value)

@@ -136,9 +136,7 @@ def _tell(check: _Check, annotation: Any, making: _Making) -> None:
     if cls is None or cls is NoneType:
         check.exact, check.expected, check.look = frozenset((NoneType,)), "None", check.refusal
         return None
-    if (
-        not isinstance(cls, type) or cls in _UNTOLD or cls.__module__ == "typing"
-    ):  # Any, Protocol, IO: no class of any object
+    if not isinstance(cls, type) or cls in _UNTOLD or cls.__module__ == "typing":
         return None
     check.expected = cls.__name__
     if types._is_buildable(cls):
@@ -153,7 +151,8 @@ def _tell(check: _Check, annotation: Any, making: _Making) -> None:
 
 
 _UNTOLD = (object, type, abc.Callable)
-"""Everything is an object; of a class or function there is nothing to ask that its use would not tell."""
+"""Everything is an object; of a class or function there is nothing to ask that its use would not tell. The classes of `typing` itself
+(Any, TextIO) are those of no object."""
 
 _STAND_FOR: dict[type, tuple[type, ...]] = {
     float: (float, int),
@@ -306,11 +305,11 @@ def _required_keys(cls: Any) -> frozenset[str]:
         hints = types._hints(cls)
         required -= {name for name, hint in hints.items() if hint is Any}
     for name, hint in hints.items():
-        while typing.get_origin(hint) is typing.Annotated:
+        while (origin := typing.get_origin(hint)) is typing.Annotated or getattr(origin, "_name", "") == "ReadOnly":
             hint = typing.get_args(hint)[0]
-        if typing.get_origin(hint) is typing.NotRequired:
+        if origin is typing.NotRequired:
             required.discard(name)
-        elif typing.get_origin(hint) is typing.Required:
+        elif origin is typing.Required:
             required.add(name)
     return frozenset(required)
 

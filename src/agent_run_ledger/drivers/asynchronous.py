@@ -1,0 +1,626 @@
+"""The asynchronous driver: performs what flows ask for without ever making the event loop wait for the disk's sync."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+import time
+import warnings
+from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
+from inspect import CORO_CLOSED, getcoroutinestate
+from typing import Any, TypeVar, cast
+
+from agent_run_ledger.contract import Append, Clock, Store
+from agent_run_ledger.drivers.context import StepContext, callers, step_variable
+from agent_run_ledger.drivers.leases import HeldRun, Leases
+from agent_run_ledger.drivers.sync import SyncDriver
+from agent_run_ledger.drivers.workers import Work
+from agent_run_ledger.drivers.writer import Writer
+from agent_run_ledger.engine.call import Call
+from agent_run_ledger.engine.commit import Prepared, prepare
+from agent_run_ledger.engine.effects import (
+    Ask,
+    AwaitLate,
+    Commit,
+    Flow,
+    GiveBack,
+    Invoke,
+    Moment,
+    Plan,
+    Quiet,
+    Result,
+    Turn,
+    Wait,
+    Warn,
+)
+from agent_run_ledger.engine.steps import step
+from agent_run_ledger.engine.turns import Turns
+from agent_run_ledger.errors import LedgerError, ReplayStalledWarning, StoreError
+
+T = TypeVar("T")
+
+TURNS_OF_THE_LOOP = 8
+"""How long the next outcome is held back after one was handed out, so that whoever awaited that one has run on."""
+_PAUSE_AT_REPLAY = 64
+"""After so many answers from the log that needed no waiting the other tasks of the loop have a turn."""
+_LOOK_SECONDS, _STALLED_SECONDS = 0.05, 10.0
+
+
+def _task() -> object:
+    try:
+        return asyncio.current_task()
+    except RuntimeError:  # no loop runs in this thread
+        return None
+
+
+callers.task = _task
+
+
+class _Item:
+    """Something that is to be written in its turn, and perhaps somebody who waits for it."""
+
+    __slots__ = ("answer", "loop")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop | None) -> None:
+        self.loop = loop
+        self.answer: asyncio.Future[Any] | None = None if loop is None else loop.create_future()
+
+    def resolve(self, value: Any, error: BaseException | None) -> None:
+        """Tell whoever waits, in the loop's thread."""
+        answer = self.answer
+        if answer is not None and not answer.done():
+            if error is None:
+                answer.set_result(value)
+            else:
+                answer.set_exception(error)
+
+
+class _Pending(_Item):
+    """A commit that somebody awaits."""
+
+    __slots__ = ("effect", "is_abandoned", "run")
+
+    def __init__(self, run: HeldRun, effect: Commit, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(loop)
+        self.run = run
+        self.effect = effect
+        self.is_abandoned = False
+        """Whether the one who awaited it was cancelled. It is done all the same: what it says may be written by now."""
+
+
+class _Job(_Item):
+    """Something else, that may make its thread wait."""
+
+    __slots__ = ("work",)
+
+    def __init__(self, work: Callable[[], Any], loop: asyncio.AbstractEventLoop | None) -> None:
+        super().__init__(loop)
+        self.work = work
+
+
+_Answers = list[tuple[_Item, Any, BaseException | None]]
+
+
+class _Order:
+    """The turns of one run in one loop: who waits for his outcome to be handed out."""
+
+    __slots__ = ("is_pacing", "look", "loop", "since", "waiters")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self.waiters: dict[str, asyncio.Future[None]] = {}
+        self.is_pacing = False
+        self.look: asyncio.TimerHandle | None = None
+        self.since = 0.0
+
+
+class _InLoop(threading.local):
+    """What one thread's loop has gathered in this turn."""
+
+    loop: asyncio.AbstractEventLoop | None = None
+    items: list[_Item]
+    replayed = 0
+
+
+class AsyncDriver:
+    """Obeys flows in an event loop. Many loops and threads may use one driver.
+
+    In `process` the commits of one turn of the loop are written in one transaction at its end. In `full` a thread writes and
+    syncs whatever has come together while it wrote last, for all runs. What must wait for a sync or a lock, such as taking a run,
+    is always done in that thread.
+    """
+
+    def __init__(self, sync: SyncDriver, store: Store, clock: Clock, leases: Leases, durability: str) -> None:
+        self.sync = sync
+        self._store = store
+        self._clock = clock
+        self._leases = leases
+        self._synced = durability == "full"
+        self._in_loop = _InLoop()
+        self._writer: Writer[_Item] = Writer(self._write)
+
+    # --- what faces ask for -------------------------------------------------------------------------------------------
+
+    def call(self, run: HeldRun, call: Call) -> Coroutine[Any, Any, Any]:
+        """The program makes this call now; whoever awaits what this returns gets its outcome. Raises `UnorderedStep`."""
+        self.sync.make(run, call)
+        made = self._outcome(run, call)
+        call.is_dropped = lambda: getcoroutinestate(made) == CORO_CLOSED
+        return made
+
+    async def _outcome(self, run: HeldRun, call: Call) -> Any:
+        call.is_dropped = bool  # it has begun, and says itself how it ends
+        return await self.obey(step(run, call))
+
+    async def obey(self, flow: Flow[T]) -> T:
+        """Perform the flow's effects one after the other; return what it returns, raise what it raises."""
+        answer: Any = None
+        error: BaseException | None = None
+        while True:
+            try:
+                effect = flow.send(answer) if error is None else flow.throw(error)
+            except StopIteration as stop:
+                return cast(T, stop.value)
+            finally:
+                error = None
+            try:
+                answer = await self.perform(effect)
+            except BaseException as raised:
+                error = raised
+
+    def perform(self, effect: Ask) -> Awaitable[Any]:
+        """Perform one effect and answer it. A test overrides this to stop at every effect, as a crash would."""
+        if isinstance(effect, Commit):
+            return self._commit(effect)
+        if isinstance(effect, Invoke):
+            return self._invoke(effect)
+        if isinstance(effect, Turn):
+            return self._take_turn(effect)
+        return self._perform_seldom(effect)
+
+    async def in_thread(self, work: Callable[[], T]) -> T:
+        """Do what may make a thread wait, in the writer's thread."""
+        job = _Job(work, asyncio.get_running_loop())
+        self._writer.put(job)
+        assert job.answer is not None
+        return cast(T, await job.answer)
+
+    def behind(self, flow: Flow[Any]) -> None:
+        """Obey a flow that calls nobody, behind everything that is to be written by now, and wait for nothing.
+
+        For whoever is cancelled and must not await any more.
+        """
+
+        def work() -> None:
+            with suppress(LedgerError):  # nobody is there to hear of it, and the lease runs out by itself
+                self.sync.obey(flow)
+
+        self._enqueue(_Job(work, None), asyncio.get_running_loop())
+
+    def close(self) -> None:
+        """Write what has been gathered, and end the thread."""
+        items, self._in_loop.items = getattr(self._in_loop, "items", []), []
+        self._writer.close(items)
+
+    # --- effects ------------------------------------------------------------------------------------------------------
+
+    async def _perform_seldom(self, effect: Ask) -> Any:
+        if isinstance(effect, Wait):
+            return await self._wait(effect)
+        if isinstance(effect, Warn):
+            return self.sync.perform(effect)
+        if isinstance(effect, Quiet):
+            return await self._wait_for_quiet(cast(HeldRun, effect.run))
+        if isinstance(effect, AwaitLate):
+            return await self._await_late(effect)
+        assert isinstance(effect, GiveBack)
+        job = _Job(lambda: self.sync.perform(effect), asyncio.get_running_loop())
+        self._enqueue(job, asyncio.get_running_loop())
+        assert job.answer is not None
+        return await job.answer
+
+    async def _commit(self, effect: Commit) -> Any:
+        run = cast(HeldRun, effect.run)
+        loop = asyncio.get_running_loop()
+        if run.turns is None:
+            await self._begin_order(run)
+        if effect.is_recorded and (plan := self._look_up(run, effect)) is not None:
+            self._in_loop.replayed += 1
+            if self._in_loop.replayed % _PAUSE_AT_REPLAY == 0:
+                await asyncio.sleep(0)
+            if plan.error is not None:
+                raise plan.error
+            return plan.answer
+        pending = _Pending(run, effect, loop)
+        self._enqueue(pending, loop)
+        try:
+            assert pending.answer is not None
+            return await pending.answer
+        except BaseException:
+            pending.is_abandoned = True
+            raise
+
+    async def _begin_order(self, run: HeldRun) -> None:
+        """Know the run, and so in which order its program is to be handed what is recorded."""
+
+        def hold() -> None:
+            with run.lock:
+                self._leases.hold(run)
+
+        if not run.is_held:
+            await self.in_thread(hold)
+        if run.turns is None:
+            run.begin_turns()
+
+    def _look_up(self, run: HeldRun, effect: Commit) -> Plan | None:
+        """The answer of the log, where there is nothing to write and nothing to wait for."""
+        if not run.lock.acquire(blocking=False):
+            return None
+        try:
+            if (
+                run.requests
+                or run.owed
+                or not (run.is_settled or (run.is_held and self._clock.elapsed() < run.expires))
+            ):
+                return None
+            plan = effect.decide(run, Moment(self._clock.now(), random.random()))
+            if plan.drafts:
+                return None
+            run.is_touched = True
+            run.replayed += plan.is_replay
+            return plan
+        finally:
+            run.lock.release()
+
+    async def _invoke(self, effect: Invoke) -> Result:
+        run = cast(HeldRun, effect.run)
+        token = effect.step.token
+        if not run.is_held or run.token != token or self._clock.elapsed() >= run.expires:
+            await self.in_thread(lambda: self._still_ours(run, token))
+        if run.replayed:
+            self.sync.tell_replayed(run)
+        context = step_variable.set(StepContext(self._leases, run, effect.step))
+        try:
+            if effect.timeout is None:
+                value = effect.function(**effect.arguments)
+                if hasattr(type(value), "__await__"):
+                    value = await value
+                return Result(value, None)
+            return await self._invoke_in_time(run, effect, effect.timeout)
+        except BaseException as error:
+            return Result(None, error)
+        finally:
+            step_variable.reset(context)
+
+    def _still_ours(self, run: HeldRun, token: int) -> None:
+        """The process may have been stopped since the intent was written."""
+        with run.lock:
+            self._leases.require(run, token)
+            if self._clock.elapsed() >= run.expires:
+                self._leases.renew(run, token)
+
+    async def _invoke_in_time(self, run: HeldRun, effect: Invoke, seconds: float) -> Result:
+        """A coroutine is cancelled when its time is up; a thread is left to itself."""
+        out_of_time = TimeoutError(f"no result within {seconds:g} s")
+        limit = asyncio.timeout(seconds)
+        work: Work | None = None
+        try:
+            async with limit:
+                if effect.is_async:
+                    value = effect.function(**effect.arguments)
+                else:
+                    work = Work(effect.function, effect.arguments, effect.step.tool)
+                    await _over(work)
+                    if work.result.error is not None:
+                        return work.result
+                    value = work.result.value
+                if hasattr(type(value), "__await__"):
+                    value = await value
+                return Result(value, None)
+        except TimeoutError as error:
+            if not limit.expired():
+                return Result(None, error)
+            if work is not None and not work.is_over:
+                run.leave_running(effect.step.position, work)
+            return Result(None, out_of_time)
+
+    async def _await_late(self, effect: AwaitLate) -> Result | None:
+        run = cast(HeldRun, effect.run)
+        work = run.left_running.get(effect.position)
+        if work is None:
+            return None
+        loop = asyncio.get_running_loop()
+        end = None if effect.at_most is None else loop.time() + effect.at_most
+        with run:
+            while not work.is_over:
+                left = 1.0 if end is None else min(1.0, end - loop.time())
+                if left <= 0 or run.is_cancelled:
+                    return None
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(left):
+                        await _over(work)
+        run.let_go_of(effect.position)
+        return work.result
+
+    async def _wait(self, effect: Wait) -> None:
+        run = cast(HeldRun, effect.run)
+        with run:
+            end = self._clock.elapsed() + min(effect.until - self._clock.now(), effect.at_most)
+            while (left := end - self._clock.elapsed()) > 0 and not run.is_cancelled:
+                await self.pause(min(left, 1.0))
+
+    async def pause(self, seconds: float) -> None:
+        """Let `seconds` pass, by the clock of the ledger: one that a test moves is moved."""
+        if self._clock.sleep is time.sleep:
+            await asyncio.sleep(seconds)
+        else:
+            self._clock.sleep(seconds)
+            await asyncio.sleep(0)
+
+    @staticmethod
+    async def _wait_for_quiet(run: HeldRun) -> None:
+        pause = 0.001
+        while run.in_flight:
+            await asyncio.sleep(pause)
+            pause = min(pause * 1.5, 0.05)
+
+    # --- the order in which outcomes are handed out -------------------------------------------------------------------
+
+    async def _take_turn(self, effect: Turn) -> None:
+        run, position = cast(HeldRun, effect.run), effect.call.position
+        turns, order = effect.run.turns, run.order
+        assert turns is not None
+        if (order is None or not order.is_pacing) and turns.at_once(position, effect.seq):
+            return
+        loop = asyncio.get_running_loop()
+        if order is None or order.loop is not loop:
+            order = run.order = _Order(loop)
+        turns.waiting(position, effect.seq)
+        waiter = order.waiters[position] = loop.create_future()
+        self._hand_out(run, turns, order)
+        try:
+            await waiter
+        finally:
+            order.waiters.pop(position, None)
+            if waiter.cancelled() or not waiter.done():
+                turns.abandoned(position)
+                self._hand_out(run, turns, order)
+
+    def _hand_out(self, run: HeldRun, turns: Turns, order: _Order) -> None:
+        """Hand out what has its turn, if anything has, and come back when its program has run on."""
+        if order.is_pacing:
+            return
+        while (position := turns.next()) is not None:
+            waiter = order.waiters.get(position)
+            if waiter is None or waiter.done():
+                turns.abandoned(position)
+                continue
+            turns.handed(position)
+            waiter.set_result(None)
+            order.is_pacing = True
+            order.loop.call_soon(self._pace, run, turns, order, TURNS_OF_THE_LOOP)
+            break
+        if order.look is not None:
+            order.look.cancel()
+            order.look = None
+        if not turns.is_idle and not order.is_pacing:
+            order.since = order.loop.time()
+            order.look = order.loop.call_later(_LOOK_SECONDS, self._look_again, run, turns, order, _LOOK_SECONDS)
+
+    def _pace(self, run: HeldRun, turns: Turns, order: _Order, left: int) -> None:
+        if left:
+            order.loop.call_soon(self._pace, run, turns, order, left - 1)
+        else:
+            order.is_pacing = False
+            self._hand_out(run, turns, order)
+
+    def _look_again(self, run: HeldRun, turns: Turns, order: _Order, pause: float) -> None:
+        """Nobody had his turn for a while: perhaps a call was dropped without a word, or the program has changed."""
+        order.look = None
+        run.let_go_of_dropped()
+        if turns.next() is not None:
+            self._hand_out(run, turns, order)
+        elif not turns.is_idle:
+            waited = order.loop.time() - order.since
+            if waited < _STALLED_SECONDS <= waited + pause and (missing := turns.holds_up()) is not None:
+                warnings.warn(
+                    f"run {run.run_id!r} stands still at replay: recorded outcomes wait for their turn, and {missing}. "
+                    "The program has to make the calls that are recorded, in the order of the first time; nothing is lost.",
+                    ReplayStalledWarning,
+                    stacklevel=1,
+                )
+            pause = min(2 * pause, 1.0)
+            order.look = order.loop.call_later(pause, self._look_again, run, turns, order, pause)
+
+    # --- writing ------------------------------------------------------------------------------------------------------
+
+    def _enqueue(self, item: _Item, loop: asyncio.AbstractEventLoop) -> None:
+        if self._synced:
+            self._writer.put(item)
+            return
+        if isinstance(item, _Pending) and not (item.run.is_held and self._clock.elapsed() < item.run.expires):
+            self._writer.put(item)  # taking a run waits for a sync
+            return
+        gathered = self._in_loop
+        if gathered.loop is not loop:
+            gathered.loop, gathered.items = loop, []
+        if not gathered.items:
+            loop.call_soon(self._write_turn)
+        gathered.items.append(item)
+
+    def _write_turn(self) -> None:
+        items, self._in_loop.items = self._in_loop.items, []
+        self._write(items, is_inline=True)
+
+    def _write(self, items: list[_Item], is_inline: bool = False) -> None:
+        """Write everything that has come together, the commits of all runs in one transaction."""
+        answers: _Answers = []
+        waiting: dict[HeldRun, list[_Pending]] = {}
+        jobs = []
+        for item in items:
+            if not isinstance(item, _Pending):
+                jobs.append(cast(_Job, item))
+            elif (line := waiting.get(item.run)) is None:
+                waiting[item.run] = [item]
+            else:
+                line.append(item)
+        while waiting:
+            waiting = self._write_together(waiting, answers, is_inline)
+        for job in jobs:
+            value, error = None, None
+            try:
+                value = job.work()
+            except BaseException as raised:
+                error = raised
+            if job.loop is not None:
+                answers.append((job, value, error))
+        if is_inline:
+            _resolve(answers)
+            return
+        told: dict[asyncio.AbstractEventLoop, _Answers] = {}
+        for answer in answers:
+            told.setdefault(cast(asyncio.AbstractEventLoop, answer[0].loop), []).append(answer)
+        for loop, its in told.items():
+            with suppress(RuntimeError):  # the loop is closed, and nobody waits any more
+                loop.call_soon_threadsafe(_resolve, its)
+
+    def _write_together(
+        self,
+        waiting: dict[HeldRun, list[_Pending]],
+        answers: _Answers,
+        is_inline: bool,
+    ) -> dict[HeldRun, list[_Pending]]:
+        """One transaction. Returns what has to wait for the next one: more of a run, or what has to be decided anew."""
+        left: dict[HeldRun, list[_Pending]] = {}
+        ready: list[tuple[HeldRun, list[_Pending], Prepared]] = []
+        locked: list[HeldRun] = []
+        synced = False
+        runs = waiting if len(waiting) == 1 else sorted(waiting, key=_run_id)  # so that two who write wait in one order
+        try:
+            for run in runs:
+                run.lock.acquire()
+                locked.append(run)
+                line = self._fit(run, waiting[run], answers)
+                if not line:
+                    continue
+                try:
+                    prepared = self._prepare(run, line)
+                except Exception as error:  # one of them is impossible: the others are decided without it
+                    answers.append((line[0], None, error))
+                    if line[1:]:
+                        left[run] = line[1:]
+                    continue
+                if line[len(prepared.plans) :]:
+                    left[run] = line[len(prepared.plans) :]
+                if not prepared.sealed:
+                    self._answer(run, line, prepared, answers)
+                elif is_inline and prepared.synced:
+                    left.pop(run, None)
+                    for pending in line:  # the loop waits for no sync
+                        self._writer.put(pending)
+                else:
+                    synced = synced or (self._synced if prepared.synced is None else prepared.synced)
+                    ready.append((run, line, prepared))
+            if ready:
+                self._append(ready, synced, answers, left)
+        finally:
+            for run in locked:
+                run.lock.release()
+        return left
+
+    def _fit(self, run: HeldRun, line: list[_Pending], answers: _Answers) -> list[_Pending]:
+        """Those of the commits for which the run is still ours, and the run made ready for them."""
+        fit = []
+        for pending in line:
+            try:
+                if pending.effect.token is not None:
+                    self._leases.require(run, pending.effect.token)
+                elif run.is_held and self._clock.elapsed() < run.expires:
+                    run.is_touched = True
+                else:
+                    self._leases.hold(run)
+                if run.owed:
+                    self.sync.pay(run)
+                fit.append(pending)
+            except BaseException as error:
+                answers.append((pending, None, error))
+        return fit
+
+    def _prepare(self, run: HeldRun, line: list[_Pending]) -> Prepared:
+        # A program that was interrupted goes on behind what it left: that is decided on what stands in the log.
+        together = line[:1] if run.interrupted else line
+        return prepare(run, [pending.effect.decide for pending in together], Moment(self._clock.now(), random.random()))
+
+    def _append(
+        self,
+        ready: list[tuple[HeldRun, list[_Pending], Prepared]],
+        synced: bool,
+        answers: _Answers,
+        left: dict[HeldRun, list[_Pending]],
+    ) -> None:
+        appends = [
+            Append(run.run_id, run.token, run.inbox, [row for row, _ in prepared.sealed]) for run, _, prepared in ready
+        ]
+        try:
+            written = self._store.append_all(appends, synced=synced)
+        except BaseException as error:
+            for run, line, prepared in ready:
+                self._leases.failed(run, prepared.drafts, error)
+                answers += [(pending, None, error) for pending in line[: len(prepared.plans)]]
+            if not isinstance(error, Exception):
+                raise
+            return
+        for (run, line, prepared), answer in zip(ready, written, strict=True):
+            if answer is True:
+                run.absorb(prepared.sealed)
+                self._answer(run, line, prepared, answers)
+                continue
+            if answer is False:
+                try:
+                    self._leases.fetch_requests(run)
+                    left[run] = line  # decided anew, with what others ask of the run
+                    continue
+                except StoreError as error:
+                    answer = error
+            self._leases.failed(run, prepared.drafts, answer)
+            answers += [(pending, None, answer) for pending in line[: len(prepared.plans)]]
+
+    @staticmethod
+    def _answer(
+        run: HeldRun,
+        line: list[_Pending],
+        prepared: Prepared,
+        answers: _Answers,
+    ) -> None:
+        for pending, plan in zip(line, prepared.plans, strict=False):
+            run.replayed += plan.is_replay
+            answers.append((pending, plan.answer, plan.error))
+            if pending.is_abandoned:  # its call has ended, so that nobody else would say that it is not in flight
+                for draft in plan.drafts:
+                    if draft.kind == "intent":
+                        run.in_flight.pop(draft.position or "", None)
+
+
+def _run_id(run: HeldRun) -> str:
+    return run.run_id
+
+
+def _resolve(answers: _Answers) -> None:
+    for item, value, error in answers:
+        item.resolve(value, error)
+
+
+async def _over(work: Work) -> None:
+    """Wait until the work is over; where nobody waits any more it goes on."""
+    loop = asyncio.get_running_loop()
+    done = loop.create_future()
+
+    def tell() -> None:
+        if not done.done():
+            done.set_result(None)
+
+    work.when_over(lambda: loop.call_soon_threadsafe(tell))
+    work.start()
+    await done
