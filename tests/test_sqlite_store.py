@@ -1416,8 +1416,8 @@ def test_the_level_of_syncing_is_what_was_asked_for(store: SqliteStore) -> None:
     store.append("r", token, 0, [a_row(4)], synced=False)
     store.post("r", "cancel", b"", "me", 1.0)
     assert level() == 2
-    two = [Append("r", token, 1, [a_row(5)]), Append("r", token, 1, [a_row(6)])]
-    for synced in (False, True):
+    for seq, synced in ((5, False), (7, True)):
+        two = [Append("r", token, 1, [a_row(seq)]), Append("r", token, 1, [a_row(seq + 1)])]
         assert store.append_all(two, synced=synced) == [True, True]
         assert level() == 1 + synced
 

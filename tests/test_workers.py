@@ -12,6 +12,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -225,22 +226,6 @@ def test_every_waiting_thread_is_woken(gate: threading.Event) -> None:
     assert all(each.wait(LONG) and each.result == (True, None) for each in waits)
 
 
-def test_the_interrupt_of_a_wait_leaves_the_call_alone(gate: threading.Event) -> None:
-    def presses() -> str:
-        os.kill(os.getpid(), signal.SIGINT)
-        passes(gate)
-        return "done nevertheless"
-
-    work = Work(presses, {}, "a call")
-    with pytest.raises(KeyboardInterrupt):
-        started_and_awaited(work)
-    assert not work.is_over
-    assert work._to_tell == {}
-    gate.set()
-    assert work.wait(LONG)
-    assert work.result == ("done nevertheless", None)
-
-
 INTERRUPTED = """
 import threading
 from agent_run_ledger.drivers import workers
@@ -254,18 +239,20 @@ try:
     work.start()
     work.wait(None)
 except KeyboardInterrupt:
-    tell("interrupted")
+    tell(["interrupted", work.is_over, len(work._to_tell)])
 hear()
 gate.set()
 tell([work.wait(None), *work.result])
 """
 
 
-def test_ctrl_c_ends_a_wait_for_a_call_that_does_not_end() -> None:
+def test_ctrl_c_ends_a_wait_and_leaves_the_call_alone() -> None:
     with child(INTERRUPTED) as process:
         assert process.hear() == "in the call"
+        while Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] != "S":
+            os.sched_yield()  # Python does not hear a signal that comes just before it falls asleep
         process.send(signal.SIGINT)
-        assert process.hear() == "interrupted"
+        assert process.hear() == ["interrupted", False, 0]
         process.tell("go on")
         assert process.hear() == [True, "done", None]
         assert process.ends() == 0
@@ -289,9 +276,21 @@ def interrupted(interrupts: Interrupts) -> None:
     assert calls == expected
 
 
-@pytest.mark.parametrize("most_idle", [0, 32])
-def test_an_interrupt_anywhere_loses_no_call_and_no_thread(monkeypatch: pytest.MonkeyPatch, most_idle: int) -> None:
-    monkeypatch.setattr(workers, "MOST_IDLE", most_idle)
+@pytest.fixture(params=[0, 32])
+def _threads_end(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Calls find no thread, or the one that made the call before; at last every thread ends."""
+    before = set(threading.enumerate())
+    monkeypatch.setattr(workers, "MOST_IDLE", request.param)
+    monkeypatch.setattr(workers, "IDLE_SECONDS", 0.2)
+    yield
+    for thread in set(threading.enumerate()) - before:
+        thread.join(LONG)
+        assert not thread.is_alive()
+    assert workers._idle == []
+
+
+@pytest.mark.usefixtures("_threads_end")
+def test_an_interrupt_anywhere_loses_no_call_and_no_thread() -> None:
     for place in range(1, 1000):
         interrupts = Interrupts(place)
         interrupted(interrupts)
@@ -301,11 +300,8 @@ def test_an_interrupt_anywhere_loses_no_call_and_no_thread(monkeypatch: pytest.M
     assert place > 10
 
 
-@pytest.mark.parametrize("most_idle", [0, 32])
-def test_a_second_interrupt_while_the_first_is_cleaned_up_loses_none_either(
-    monkeypatch: pytest.MonkeyPatch, most_idle: int
-) -> None:
-    monkeypatch.setattr(workers, "MOST_IDLE", most_idle)
+@pytest.mark.usefixtures("_threads_end")
+def test_a_second_interrupt_while_the_first_is_cleaned_up_loses_none_either() -> None:
     first, second = 1, 1
     while True:
         interrupts = Interrupts(first, first + second, in_hooks=False)
@@ -376,7 +372,35 @@ def test_an_event_loop_waits_without_a_thread_that_waits_for_it() -> None:
     assert asyncio.run(main()) == ("value", 1)
 
 
-def test_whoever_asks_while_the_call_ends_is_told_exactly_once() -> None:
+class Pausing(dict[object, Callable[[], object]]):
+    """Whoever puts something in goes on only when it is gone again."""
+
+    is_gone = threading.Event()
+
+    def __setitem__(self, key: object, value: Callable[[], object]) -> None:
+        super().__setitem__(key, value)
+        assert self.is_gone.wait(LONG)
+
+
+def test_whoever_asks_just_before_the_call_ends_is_told_once(gate: threading.Event) -> None:
+    work = start(passes, {"gate": gate}, "a call")
+    work._to_tell = Pausing()
+    told: list[threading.Thread] = []
+
+    def tell() -> None:
+        told.append(threading.current_thread())
+        Pausing.is_gone.set()
+
+    asking = start(work.when_over, {"tell": tell}, "asks")
+    while not work._to_tell:
+        os.sched_yield()
+    gate.set()
+    assert asking.wait(LONG)
+    assert asking.result == (None, None)
+    assert told == [work.result.value]
+
+
+def test_whoever_asks_while_calls_end_is_told_once() -> None:
     for _ in range(2000):
         told: list[None] = []
         bell = threading.Semaphore(0)
@@ -400,9 +424,19 @@ class Thing:
     """Something that can be seen to be gone."""
 
 
+class Farewell:
+    """Waits until something is gone, without the garbage collector's help."""
+
+    def __init__(self, thing: object) -> None:
+        self._is_gone = threading.Semaphore(0)
+        weakref.finalize(thing, self._is_gone.release).atexit = False
+
+    def comes(self) -> bool:
+        return self._is_gone.acquire(timeout=LONG)
+
+
 @pytest.fixture
 def _no_collector() -> Iterator[None]:
-    """What is gone has gone by itself."""
     gc.collect()
     gc.disable()
     yield
@@ -411,49 +445,50 @@ def _no_collector() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_no_collector")
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_finished_call_keeps_its_result_and_nothing_else(fails: bool) -> None:
+def test_a_finished_call_keeps_its_result_and_nothing_else(gate: threading.Event, fails: bool) -> None:
     variable: contextvars.ContextVar[Thing] = contextvars.ContextVar("variable")
 
     def function(thing: Thing) -> Thing:
+        passes(gate)
         del thing  # else a traceback keeps it, rightly
         value = Thing()
         if fails:
             raise ValueError(value)
         return value
 
-    def begun() -> tuple[Work, list[weakref.ref[Any]]]:
+    def begun() -> tuple[Work, Farewell, Farewell]:
         argument, ambient = Thing(), Thing()
         token = variable.set(ambient)
         work = start(function, {"thing": argument}, "a call")
         variable.reset(token)
-        return work, [weakref.ref(argument), weakref.ref(ambient)]
+        return work, Farewell(argument), Farewell(ambient)
 
-    work, given = begun()
+    work, argument, ambient = begun()
+    gate.set()
     assert work.wait(LONG)
-    done(int)  # its thread has gone on
-    assert [each() for each in given] == [None, None]
+    assert argument.comes()
+    assert ambient.comes()
     got: weakref.ref[Any] = weakref.ref(work.result.error.args[0] if work.result.error else work.result.value)
     assert isinstance(got(), Thing)
-    made = weakref.ref(work)
+    made = Farewell(work)
     del work
-    assert made() is None
+    assert made.comes()  # although its thread is still there, and waits
+    assert len(workers._idle) == 1
     assert got() is None
 
 
 @pytest.mark.usefixtures("_no_collector")
 def test_an_abandoned_call_is_gone_when_it_is_over(gate: threading.Event) -> None:
-    def abandoned() -> weakref.ref[Work]:
-        work = start(passes, {"gate": gate}, "a call")
+    def abandoned() -> tuple[Farewell, Farewell]:
+        argument = Thing()
+        work = start(lambda gate, argument: (passes(gate), argument), {"gate": gate, "argument": argument}, "a call")
         assert not work.wait(0)
-        work.when_over(idle.release)
-        return weakref.ref(work)
+        return Farewell(work), Farewell(argument)
 
-    idle = threading.Semaphore(0)
-    work = abandoned()
+    work, argument = abandoned()
     gate.set()
-    assert idle.acquire(timeout=LONG)
-    done(int)
-    assert work() is None
+    assert work.comes()
+    assert argument.comes()
 
 
 def test_nothing_of_an_exception_is_seen_by_the_next_call_of_the_thread() -> None:
@@ -551,19 +586,25 @@ def test_a_thread_that_has_ended_under_the_starters_hands_is_passed_over(monkeyp
     assert found[0] not in workers._idle
 
 
-def test_a_thread_that_is_given_a_call_as_it_ends_makes_it(
+def test_a_thread_that_is_given_a_call_as_it_ends_makes_it_and_goes_on(
     gate: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(workers, "MOST_IDLE", 0)
     given: list[Work] = []
+
+    def give() -> None:
+        given.append(start(threading.current_thread, {}, "at the last moment"))
+        given[0].when_over(lambda: monkeypatch.setattr(workers, "MOST_IDLE", 1))
+
+    monkeypatch.setattr(workers, "MOST_IDLE", -1)
     work = start(passes, {"gate": gate}, "a call")
-    work.when_over(lambda: given.append(start(threading.current_thread, {}, "at the last moment")))
+    work.when_over(give)
     gate.set()
     assert work.wait(LONG)
+    thread = work.result.value
     assert given[0].wait(LONG)
-    assert given[0].result.value is work.result.value
-    work.result.value.join(LONG)
-    assert not work.result.value.is_alive()
+    assert given[0].result.value is thread
+    for _ in range(10):
+        assert done(threading.current_thread) is thread
 
 
 @pytest.mark.parametrize("idle_seconds", [0.0, 1e-6, 5e-5, 1e-4])
@@ -696,8 +737,9 @@ def test_a_start_from_an_exit_handler_either_works_or_says_why_not() -> None:
 
 NO_MORE_THREADS = """
 import resource
-gate = threading.Event()
-blocked = workers.start(gate.wait, {}, "blocked")
+has_begun, gate = threading.Event(), threading.Event()
+blocked = workers.start(lambda: (has_begun.set(), gate.wait()), {}, "blocked")
+has_begun.wait()
 with open("/proc/self/statm") as pages:
     size = int(pages.read().split()[0]) * resource.getpagesize()
 room = 256 << 20

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from agent_run_ledger.drivers.context import current_step as current_step
     from agent_run_ledger.errors import AttemptsExhausted as AttemptsExhausted
     from agent_run_ledger.errors import BudgetExceededException as BudgetExceededException
+    from agent_run_ledger.errors import EffectConflict as EffectConflict
     from agent_run_ledger.errors import IllegalTransition as IllegalTransition
     from agent_run_ledger.errors import IntentDrift as IntentDrift
     from agent_run_ledger.errors import InvalidArguments as InvalidArguments
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from agent_run_ledger.errors import PlainDataWarning as PlainDataWarning
     from agent_run_ledger.errors import Reentered as Reentered
     from agent_run_ledger.errors import ReplayDivergence as ReplayDivergence
+    from agent_run_ledger.errors import ReplayStalledWarning as ReplayStalledWarning
     from agent_run_ledger.errors import RunawayLoopDetectedException as RunawayLoopDetectedException
     from agent_run_ledger.errors import RunawayLoopException as RunawayLoopException
     from agent_run_ledger.errors import RunClosed as RunClosed
@@ -45,7 +47,6 @@ if TYPE_CHECKING:
     from agent_run_ledger.errors import UnserialisableArguments as UnserialisableArguments
     from agent_run_ledger.errors import UnserialisableOutput as UnserialisableOutput
     from agent_run_ledger.ledger import AgentRunLedger as AgentRunLedger
-    from agent_run_ledger.ledger import Run as Run
     from agent_run_ledger.ledger import compute_fingerprint as compute_fingerprint
     from agent_run_ledger.model import Budget as Budget
     from agent_run_ledger.model import Effect as Effect
@@ -63,12 +64,16 @@ if TYPE_CHECKING:
     from agent_run_ledger.pipeline import Step as Step
     from agent_run_ledger.rules.canonical import register_type as register_type
     from agent_run_ledger.rules.loops import LoopDetectorPolicy as LoopDetectorPolicy
+    from agent_run_ledger.rules.names import sanitize_identifier as sanitize_identifier
+    from agent_run_ledger.run import Run as Run
+    from agent_run_ledger.run import current_run as current_run
 else:
     _HOMES = {
         "StepContext": "drivers.context",
         "current_step": "drivers.context",
         "AttemptsExhausted": "errors",
         "BudgetExceededException": "errors",
+        "EffectConflict": "errors",
         "IllegalTransition": "errors",
         "IntentDrift": "errors",
         "InvalidArguments": "errors",
@@ -82,6 +87,7 @@ else:
         "PlainDataWarning": "errors",
         "Reentered": "errors",
         "ReplayDivergence": "errors",
+        "ReplayStalledWarning": "errors",
         "RunClosed": "errors",
         "RunInputMismatch": "errors",
         "RunNotFound": "errors",
@@ -103,7 +109,6 @@ else:
         "UnserialisableArguments": "errors",
         "UnserialisableOutput": "errors",
         "AgentRunLedger": "ledger",
-        "Run": "ledger",
         "compute_fingerprint": "ledger",
         "Budget": "model",
         "Effect": "model",
@@ -121,6 +126,9 @@ else:
         "Step": "pipeline",
         "register_type": "rules.canonical",
         "LoopDetectorPolicy": "rules.loops",
+        "sanitize_identifier": "rules.names",
+        "Run": "run",
+        "current_run": "run",
     }
 
     def __getattr__(name):
@@ -142,6 +150,7 @@ __all__ = [
     "Budget",
     "BudgetExceededException",
     "Effect",
+    "EffectConflict",
     "Event",
     "Finding",
     "IllegalTransition",
@@ -158,6 +167,7 @@ __all__ = [
     "PlainDataWarning",
     "Reentered",
     "ReplayDivergence",
+    "ReplayStalledWarning",
     "RetryPolicy",
     "Run",
     "RunClosed",
@@ -191,6 +201,8 @@ __all__ = [
     "Verdict",
     "VerificationReport",
     "compute_fingerprint",
+    "current_run",
     "current_step",
     "register_type",
+    "sanitize_identifier",
 ]

@@ -1,4 +1,4 @@
-"""What a store promises: finished bytes in, the same bytes out, and every write fenced. Sixteen verbs, no rules.
+"""What a store promises: finished bytes in, the same bytes out, and every write fenced. Seventeen verbs, no rules.
 
 `testing.StoreContract` is this page as tests; a store that passes it can stand under the engine.
 """
@@ -38,9 +38,9 @@ class Row(NamedTuple):
     roots: bytes
     """The roots of the subtrees that this entry closes, 32 bytes each, smallest first; the first is the leaf itself."""
     payload: bytes | None = None
-    """The exact bytes of arguments, output, error, goal or reason; None where there is none or it was erased."""
+    """The exact bytes of arguments, output, error, goal or reason; None where there is none, it was erased, or was left out."""
     digest: bytes | None = None
-    """SHA-256 of the payload as it was before any encoding; goes with the payload."""
+    """SHA-256 of the payload as it was before any encoding; goes with the payload: beside it a payload of None was left out."""
     fingerprint: bytes | None = None
     """SHA-256 of tool and argument digest, for intents; goes with the payload."""
     encoding: str | None = None
@@ -142,8 +142,17 @@ class Store(Protocol):
         written all the same it is True. Raises `Reentered`, for then nothing was begun.
         """
 
-    def read(self, run_id: str, after: int = 0) -> list[Row]:
-        """The entries of a run with `seq > after`, in order; [] where there is none."""
+    def read(
+        self, run_id: str, after: int = 0, *, limit: int | None = None, payloads_up_to: int | None = None
+    ) -> list[Row]:
+        """The entries of a run with `seq > after`, in order, the first `limit` of them; [] where there is none.
+
+        A payload of more than `payloads_up_to` bytes, as it is kept, is left out where it has a digest: its row has the digest and
+        None for the payload, and costs no memory for it. Both None: everything.
+        """
+
+    def payload(self, run_id: str, seq: int) -> bytes | None:
+        """The payload of one entry, as `read` gives it whole; None where there is none, it was erased, or there is no such entry."""
 
     def head(self, run_id: str) -> Head | None:
         """The run's head, or None where there is no such run."""

@@ -144,6 +144,23 @@ class UnorderedStep(LedgerError, RuntimeError):
         self.in_flight = in_flight
 
 
+class EffectConflict(LedgerError, RuntimeError):
+    """A tool that changes something was called inside a step that says it changes nothing. The tool was not called.
+
+    The step would be run again after a crash, and the change with it. Declare what the step does, or call the tool beside it.
+    """
+
+    def __init__(self, run_id: str, step_tool: str, tool_name: str) -> None:
+        super().__init__(
+            f"run {run_id!r}: {tool_name!r} is Effect.MUTATE and was called inside of a step of {step_tool!r}, which is Effect.READ: "
+            f"after a crash that step is run again, and the change would be made twice. {tool_name!r} was not called. Declare what "
+            f"{step_tool!r} does, or call {tool_name!r} beside it."
+        )
+        self.run_id = run_id
+        self.step_tool = step_tool
+        self.tool_name = tool_name
+
+
 class Reentered(LedgerError, RuntimeError):
     """A signal handler called the ledger while its own thread was inside of it. This call did nothing.
 

@@ -5,26 +5,23 @@ from __future__ import annotations
 import atexit
 import os
 import socket
-import uuid
+import threading
 import weakref
 from collections.abc import Callable, Coroutine, Iterator, Mapping
-from random import random
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, cast
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, Unpack
 
+from agent_run_ledger.agents import Agent, Registered, Start, Tool, abegin, as_agent, as_tool, run_to_its_end
 from agent_run_ledger.contract import Clock, Row, Store, Summary
-from agent_run_ledger.drivers.context import caller
 from agent_run_ledger.drivers.leases import POLL_SECONDS, HeldRun, Leases
 from agent_run_ledger.drivers.sync import SyncDriver
 from agent_run_ledger.engine import audit, damage, records, runs
-from agent_run_ledger.engine.call import Call, Options, StepOptions, declared
-from agent_run_ledger.engine.effects import Flow
+from agent_run_ledger.engine.call import StepOptions, declared
 from agent_run_ledger.engine.history import History
 from agent_run_ledger.engine.log import Draft
-from agent_run_ledger.engine.steps import step
 from agent_run_ledger.errors import (
     InvalidArguments,
-    LedgerError,
+    InvalidName,
     NotDurableWarning,
     RunInputMismatch,
     RunNotFound,
@@ -44,9 +41,10 @@ from agent_run_ledger.model import (
     TreeHead,
     VerificationReport,
 )
-from agent_run_ledger.rules import canonical, digests, functions
+from agent_run_ledger.rules import canonical, digests
 from agent_run_ledger.rules.loops import LoopDetectorPolicy
 from agent_run_ledger.rules.names import check_name
+from agent_run_ledger.run import OpenRun, branch_of, finish, function_call, perform
 from agent_run_ledger.stores import open_store
 from agent_run_ledger.stores.clock import SystemClock
 
@@ -54,6 +52,9 @@ if TYPE_CHECKING:
     from agent_run_ledger.drivers.asynchronous import AsyncDriver
 
 Durability = Literal["full", "process"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+R = TypeVar("R", bound=Registered)
 
 
 _LONGEST_LEASE = 10 * 366 * 86_400
@@ -152,6 +153,7 @@ class Ledger:
         self._leases = Leases(self._store, self._clock, *arguments)
         self._driver = SyncDriver(self._store, self._clock, self._leases, durability)
         self._async_driver: AsyncDriver | None = None
+        self._starting = threading.RLock()
         self._durability = durability
         _open.add(self)
 
@@ -324,45 +326,55 @@ class Ledger:
     def _run(self, run_id: str) -> HeldRun:
         return self._leases.run(check_name("run_id", run_id))
 
-    def _attach(self, run: HeldRun, wait: float | None, draft: Draft | None = None) -> None:
-        """Take a run that exists, if it was created as `draft` says; its program begins at its first line."""
+    def _start(
+        self, run_id: str | None, draft: Draft, wait: float | None, *, waits_for_itself: bool = False
+    ) -> HeldRun:
+        """Create a run, or attach to the one that has this id; its program begins at its first line. The run is pinned.
+
+        Where this very ledger drives it already: waits until it does not, for ever if `waits_for_itself`.
+        """
+        name = f"run_{os.urandom(10).hex()}" if run_id is None else check_name("run_id", run_id)
+        if run_id is None or self._store.head(name) is None:
+            with self._starting:
+                run = self._leases.create(name, draft)
+                if run is not None:
+                    run.__enter__()
+                    return run
+        run = self._leases.run(name)
+        self._attach(run, wait, draft, waits_for_itself=waits_for_itself)
+        return run
+
+    def _attach(
+        self, run: HeldRun, wait: float | None, draft: Draft | None = None, *, waits_for_itself: bool = False
+    ) -> None:
+        """Take and pin a run that exists, if it was created as `draft` says; its program begins at its first line."""
         deadline = self._clock.elapsed() + (wait or 0.0)
         while True:
-            with run.lock:
+            with self._starting, run.lock:
                 if not run.is_busy and not run.pins:
                     was_held = run.is_held
                     run.is_settled = False
+                    run.pins += 1
                     break
-            if self._clock.elapsed() >= deadline:
+            if not waits_for_itself and self._clock.elapsed() >= deadline:
                 raise RunOwned(run.run_id, self._leases.owner, 0.0)  # another thread of this ledger drives it
             self._clock.sleep(POLL_SECONDS)
-        self._leases.await_claim(run, deadline - self._clock.elapsed())
-        if draft is not None:
-            try:
-                runs.check_same(run.history, draft)
-            except RunInputMismatch:
-                if not was_held:
-                    self._leases.give_back(run)
-                raise
-        with run.lock:
-            if run.is_held:
-                self._driver.pay(run)
-            run.restart()
-
-    def _start(self, run_id: str | None, draft: Draft, wait: float | None) -> HeldRun:
-        """Create a run, or attach to the one that has this id: its program begins at its first line."""
-        name = f"run_{os.urandom(10).hex()}" if run_id is None else check_name("run_id", run_id)
-        if run_id is None or self._store.head(name) is None:
-            run = self._leases.create(name, draft)
-            if run is not None:
-                return run
-        run = self._leases.run(name)
-        self._attach(run, wait, draft)
-        return run
-
-    def _perform(self, run: HeldRun, call: Call) -> Any:
-        self._driver.make(run, call)
-        return self._driver.obey(step(run, call))
+        try:
+            self._leases.await_claim(run, deadline - self._clock.elapsed())
+            if draft is not None:
+                try:
+                    runs.check_same(run.history, draft)
+                except RunInputMismatch:
+                    if not was_held:
+                        self._leases.give_back(run)
+                    raise
+            with run.lock:
+                if run.is_held:
+                    self._driver.pay(run)
+                run.restart()
+        except BaseException:
+            run.__exit__(None, None, None)
+            raise
 
 
 class AgentRunLedger(Ledger):
@@ -420,6 +432,8 @@ class AgentRunLedger(Ledger):
             payload_limit=payload_limit,
             clock=clock,
         )
+        self._tools: dict[str, Tool] = {}
+        self._agents: dict[str, Agent] = {}
 
     @classmethod
     def open_read_only(cls, path: str | os.PathLike[str], *, clock: Clock | None = None) -> Self:
@@ -448,7 +462,9 @@ class AgentRunLedger(Ledger):
 
         Raises `RunInputMismatch` for another goal, and `RunOwned` where another owner has the run for more than `wait` seconds.
         """
-        return self._start(run_id, self._created(goal), wait).run_id
+        run = self._start(run_id, self._created(goal), wait)
+        run.__exit__(None, None, None)
+        return run.run_id
 
     def _created(self, goal: str) -> Draft:
         if not isinstance(goal, str):
@@ -472,8 +488,8 @@ class AgentRunLedger(Ledger):
         """
         call = function_call(tool_name, arguments, execution_fn, declared(options), self._payload_limit)
         run = self._run(run_id)
-        call.branch = run.root
-        return self._perform(run, call)
+        call.branch = branch_of(run, tool_name)
+        return perform(self, run, call, is_async=False)
 
     def aexecute_step(
         self,
@@ -490,7 +506,7 @@ class AgentRunLedger(Ledger):
         """
         call = function_call(tool_name, arguments, execution_fn, declared(options), self._payload_limit, may_await=True)
         run = self._run(run_id)
-        call.branch = run.root
+        call.branch = branch_of(run, tool_name)
         return self._asynchronous.call(run, call)
 
     def resume_run(self, run_id: str, *, wait: float | None = None) -> list[StepRecord]:
@@ -500,16 +516,16 @@ class AgentRunLedger(Ledger):
         """
         run = self._run(run_id)
         self._attach(run, wait)
-        with run.lock:
-            runs.skip_recorded(run)
-            return records.step_records(run.history, replayed=True)
+        try:
+            with run.lock:
+                runs.skip_recorded(run)
+                return records.step_records(run.history, replayed=True)
+        finally:
+            run.__exit__(None, None, None)
 
     def finish_run(self, run_id: str, result: Any = None) -> None:
         """Complete the run, with an optional result. Completing it again with an equal result does nothing."""
-        self._obey_finish(self._run(run_id), result)
-
-    def _obey_finish(self, run: HeldRun, result: Any) -> None:
-        self._driver.obey(runs.finish(run, runs.stored(result, "the result", self._payload_limit)))
+        finish(self, self._run(run_id), result)
 
     def abort_run(self, run_id: str, reason: str) -> None:
         """End the run as FAILED. Raises `IllegalTransition` where it has ended."""
@@ -517,121 +533,99 @@ class AgentRunLedger(Ledger):
 
     def open_run(self, goal: str, run_id: str | None = None, *, wait: float | None = None) -> OpenRun:
         """A run as a context manager: it is finished on a clean exit, parked on an exception, and its lease is kept meanwhile."""
-        return OpenRun(self, lambda: self._start(run_id, self._created(goal), wait))
+        return OpenRun(self, lambda patience: self._start(run_id, self._created(goal), patience), wait)
 
-    def _obey(self, flow: Flow[Any]) -> Any:
-        return self._driver.obey(flow)
+    # --- registered tools and agents ----------------------------------------------------------------------------------
 
+    def tool(
+        self, function: Any = None, /, *, name: str | None = None, **options: Unpack[StepOptions]
+    ) -> Callable[[F], F]:
+        """Register the function below as a tool: called inside a run it is a durable step, outside of one a plain call.
 
-class Run:
-    """A run in its program's hands: what `open_run` gives."""
+        The options are those of `StepOptions`; the return annotation stands in for `returns=`. Arguments are checked against their
+        annotations. A parameter `idempotency_key` is given the step's key, and `step_key=` may be given with a call.
+        """
+        if function is not None:
+            raise InvalidArguments("@ledger.tool takes parentheses: @ledger.tool() or @ledger.tool(effect=...)")
 
-    def __init__(self, ledger: AgentRunLedger, run: HeldRun) -> None:
-        self._ledger = ledger
-        self._run = run
-        self.run_id = run.run_id
-        self.result: Any = None
-        """What the run is finished with."""
+        def register(fn: F) -> F:
+            tool = Tool(fn, name, declared(options))
+            self._register(self._tools, tool, "tool")
+            return as_tool(fn, tool)
 
-    def step(
-        self, tool: str, arguments: Mapping[str, Any], fn: Callable[..., Any], **options: Unpack[StepOptions]
+        return register
+
+    def agent(
+        self, function: Any = None, /, *, name: str | None = None, budget: Budget | None = None, returns: Any = None
+    ) -> Callable[[F], F]:
+        """Register the function below as an agent: plain Python, sync or async, whose calls of tools are the steps of its run.
+
+        A parameter annotated `Run` is given the run. `run` and `arun` start it; called inside another agent it is a child run.
+        """
+        if function is not None:
+            raise InvalidArguments("@ledger.agent takes parentheses: @ledger.agent() or @ledger.agent(budget=...)")
+
+        def register(fn: F) -> F:
+            agent = Agent(fn, name, budget, returns)
+            self._register(self._agents, agent, "agent")
+            return as_agent(fn, agent, self)
+
+        return register
+
+    @staticmethod
+    def _register(known: dict[str, R], registered: R, what: str) -> None:
+        if known.setdefault(registered.name, registered) is not registered:
+            raise InvalidName(f"there is {what} {registered.name!r} already; give this one another name=")
+
+    def run(
+        self,
+        agent: Callable[..., Any],
+        /,
+        *args: Any,
+        run_id: str | None = None,
+        wait: float | None = None,
+        **kwargs: Any,
     ) -> Any:
-        """One durable step: `execute_step` without the run's id."""
-        return self._ledger.execute_step(self.run_id, tool, arguments, fn, **options)
+        """Run an agent and return its result; with the `run_id` of a run that exists, go on with that one.
 
-    def now(self) -> float:
-        """The time in Unix seconds, recorded: a replay gets the same."""
-        return cast(float, self._value("now", self._ledger._clock.now()))
+        A completed run returns its result without a call. An exception that leaves the agent parks the run and is raised as it is;
+        running it again goes on there. A run that this ledger object runs already is waited for. Raises `RunInputMismatch` for
+        other arguments, `RunClosed` for a run that has ended otherwise, and `RunOwned` as `create_run` does.
+        """
+        start = self._agent_start(agent, args, kwargs, run_id, wait)
+        if start.agent.takes.is_async:
+            return self._asynchronous.run(lambda: abegin(self, start))
+        return run_to_its_end(self, start)
 
-    def random(self) -> float:
-        """A random number from [0, 1), recorded: a replay gets the same."""
-        return cast(float, self._value("random", random()))
+    def arun(
+        self,
+        agent: Callable[..., Any],
+        /,
+        *args: Any,
+        run_id: str | None = None,
+        wait: float | None = None,
+        **kwargs: Any,
+    ) -> Coroutine[Any, Any, Any]:
+        """`run` in an event loop, of an async agent; a plain one runs in a thread of its own."""
+        start = self._agent_start(agent, args, kwargs, run_id, wait)
+        if start.agent.takes.is_async:
+            return abegin(self, start)
+        return self._asynchronous.threaded(lambda: run_to_its_end(self, start), start.agent.name)()
 
-    def uuid4(self) -> uuid.UUID:
-        """A random UUID, recorded: a replay gets the same."""
-        return cast(uuid.UUID, self._value("uuid4", uuid.uuid4()))
-
-    def _value(self, name: str, fresh: Any) -> Any:
-        return self._ledger._obey(runs.value(self._run, self._run.root, caller(), name, fresh))
-
-
-class OpenRun:
-    """The context manager of `open_run`."""
-
-    def __init__(self, ledger: AgentRunLedger, start: Callable[[], HeldRun]) -> None:
-        self._ledger = ledger
-        self._start = start
-
-    def __enter__(self) -> Run:
-        self._held = self._start()
-        self._held.__enter__()
-        self._run = Run(self._ledger, self._held)
-        return self._run
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            if error is None:
-                self._ledger._obey_finish(self._held, self._run.result)
-        except BaseException as unfinished:  # a result that cannot be stored, say
-            error = unfinished
-            raise
-        finally:
-            try:
-                if error is not None:
-                    park(self._ledger._driver, self._held, error)
-            finally:
-                self._held.__exit__(kind, error, trace)
-
-
-def park(driver: SyncDriver, run: HeldRun, error: BaseException) -> None:
-    """Park a run that an exception left, unless it ended or is somebody else's by now. The exception stays the news."""
-    if not run.is_held:
-        return
-    try:
-        if not driver.obey(runs.park(run, error)):
-            error.add_note("the run was not parked: another thread has a step of it in flight")
-    except LedgerError as trouble:
-        error.add_note(f"the run could not be parked: {trouble}")
-
-
-def function_call(
-    tool: str,
-    arguments: Mapping[str, Any],
-    function: Callable[..., Any],
-    options: Options,
-    limit: int,
-    *,
-    may_await: bool = False,
-) -> Call:
-    """A call as the program spells it, checked as far as it can be before anything happens."""
-    if type(arguments) is not dict and not isinstance(arguments, Mapping):
-        raise InvalidArguments(f"the arguments of {tool!r} must be a mapping, not {type(arguments).__name__}")
-    takes = functions.signature(function)
-    if takes.is_async and not may_await:
-        raise InvalidArguments(
-            f"{tool!r} is an async function: execute_step cannot await it, aexecute_step is for that; nothing was dispatched"
-        )
-    if takes.is_generator:
-        raise InvalidArguments(
-            f"{tool!r} is a generator function: calling it runs nothing of it; nothing was dispatched. Return a list."
-        )
-    passes = bool(takes.required) or (bool(arguments) and all(name in takes.names for name in arguments))
-    if takes.required:
-        functions.check_arguments(tool, takes, arguments)
-    annotated = passes and getattr(function, "__annotations__", None)
-    return Call(
-        check_name("tool_name", tool),
-        arguments if type(arguments) is dict else dict(arguments),
-        function,
-        options,
-        functions.environment(options.version) if options.version else takes.environment,
-        passes,
-        limit,
-        is_async=takes.is_async,
-        parameters={n: a for n, a in functions.hints(function).items() if n != "return"} if annotated else {},
-    )
+    def _agent_start(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        run_id: str | None,
+        wait: float | None,
+    ) -> Start:
+        agent = getattr(function, "registered", None)
+        if not isinstance(agent, Agent):
+            raise InvalidArguments(f"{function!r} is no agent: register it with @ledger.agent(); nothing was started")
+        if run_id is not None:
+            check_name("run_id", run_id)
+        return Start(agent, agent.arguments(args, kwargs), run_id, wait)
 
 
 @atexit.register

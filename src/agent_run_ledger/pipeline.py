@@ -12,11 +12,12 @@ from agent_run_ledger.drivers.leases import HeldRun
 from agent_run_ledger.engine import runs
 from agent_run_ledger.engine.call import Call, StepOptions, declared
 from agent_run_ledger.errors import InvalidArguments, InvalidPipeline
-from agent_run_ledger.ledger import PAYLOAD_LIMIT, Durability, Ledger, park
+from agent_run_ledger.ledger import PAYLOAD_LIMIT, Durability, Ledger
 from agent_run_ledger.model import RunState
 from agent_run_ledger.rules import canonical, functions
 from agent_run_ledger.rules.loops import LoopDetectorPolicy
 from agent_run_ledger.rules.names import check_name
+from agent_run_ledger.run import park, perform
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -161,8 +162,10 @@ class RunLedger(Ledger):
             goal = f"pipeline {self.run_id}"
             draft = runs.created(goal, given, pipeline=True, limit=self._payload_limit, declared=hints)
             run = self._start(self.run_id, draft, None)
-            with run:
+            try:
                 return self._execute(run, order, canonical.decode(draft.payload or b"")["input"])
+            finally:
+                run.__exit__(None, None, None)
 
     def _execute(self, run: HeldRun, order: list[Step], given: dict[str, Any]) -> Any:
         try:
@@ -172,7 +175,7 @@ class RunLedger(Ledger):
                 outputs: dict[str, Any] = {}
                 for each in order:
                     arguments, sources = each.bind(given, outputs)
-                    outputs[each.name] = self._perform(run, self._call(each, arguments, sources))
+                    outputs[each.name] = perform(self, run, self._call(each, arguments, sources), is_async=False)
                 sinks = self._sinks(order)
                 result = (
                     outputs[sinks[0].name] if len(sinks) == 1 else {sink.name: outputs[sink.name] for sink in sinks}
@@ -185,7 +188,7 @@ class RunLedger(Ledger):
             ran = [each for each in order if each.name in run.history.positions]  # the others were added since
             return self._result(payload, self._sinks(ran)) if payload is not None else None
         except BaseException as error:
-            park(self._driver, run, error)
+            park(self, run, error)
             raise
 
     def _call(self, each: Step, arguments: dict[str, Any], sources: dict[str, str]) -> Call:

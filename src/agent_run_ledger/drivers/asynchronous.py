@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import random
 import threading
 import time
 import warnings
-from collections.abc import Awaitable, Callable, Coroutine
-from contextlib import suppress
-from inspect import CORO_CLOSED, getcoroutinestate
-from typing import Any, TypeVar, cast
+import weakref
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from contextlib import AbstractContextManager, suppress
+from typing import Any, Protocol, TypeVar, cast
 
 from agent_run_ledger.contract import Append, Clock, Store
 from agent_run_ledger.drivers.context import StepContext, callers, step_variable
-from agent_run_ledger.drivers.leases import HeldRun, Leases
+from agent_run_ledger.drivers.leases import POLL_SECONDS, HeldRun, Leases
 from agent_run_ledger.drivers.sync import SyncDriver
 from agent_run_ledger.drivers.workers import Work
 from agent_run_ledger.drivers.writer import Writer
+from agent_run_ledger.engine import runs
 from agent_run_ledger.engine.call import Call
 from agent_run_ledger.engine.commit import Prepared, prepare
 from agent_run_ledger.engine.effects import (
@@ -35,17 +37,22 @@ from agent_run_ledger.engine.effects import (
     Wait,
     Warn,
 )
+from agent_run_ledger.engine.live import Branch
 from agent_run_ledger.engine.steps import step
 from agent_run_ledger.engine.turns import Turns
-from agent_run_ledger.errors import LedgerError, ReplayStalledWarning, StoreError
+from agent_run_ledger.errors import InvalidArguments, LedgerError, ReplayStalledWarning, RunOwned, StoreError
 
 T = TypeVar("T")
+
+CLOSED = inspect.CORO_CLOSED
 
 TURNS_OF_THE_LOOP = 8
 """How long the next outcome is held back after one was handed out, so that whoever awaited that one has run on."""
 _PAUSE_AT_REPLAY = 64
 """After so many answers from the log that needed no waiting the other tasks of the loop have a turn."""
 _LOOK_SECONDS, _STALLED_SECONDS = 0.05, 10.0
+_STOP_SECONDS = 5.0
+"""How long an agent that has returned waits for calls of its own that it left behind, once they are cancelled."""
 
 
 def _task() -> object:
@@ -56,6 +63,26 @@ def _task() -> object:
 
 
 callers.task = _task
+
+
+class Run(Protocol):
+    """What the program's view of a run does for branches."""
+
+    def standing_in(self, branch: Branch) -> AbstractContextManager[None]: ...
+
+    def joined(self, branches: list[Branch]) -> None: ...
+
+
+class _NotBegun(Exception):
+    """A branch that was not begun, since another one had failed."""
+
+
+def mark_as_coroutine_function(wrapper: Callable[..., Any]) -> None:
+    """Have frameworks see that what this plain function returns is awaited."""
+    if hasattr(inspect, "markcoroutinefunction"):
+        inspect.markcoroutinefunction(wrapper)
+    else:
+        wrapper._is_coroutine = asyncio.coroutines._is_coroutine  # type: ignore[attr-defined]
 
 
 class _Item:
@@ -147,11 +174,13 @@ class AsyncDriver:
         """The program makes this call now; whoever awaits what this returns gets its outcome. Raises `UnorderedStep`."""
         self.sync.make(run, call)
         made = self._outcome(run, call)
-        call.is_dropped = lambda: getcoroutinestate(made) == CORO_CLOSED
+        seen = weakref.ref(made)
+        call.is_dropped = lambda: (coroutine := seen()) is None or inspect.getcoroutinestate(coroutine) == CLOSED
         return made
 
     async def _outcome(self, run: HeldRun, call: Call) -> Any:
         call.is_dropped = bool  # it has begun, and says itself how it ends
+        call.task = asyncio.current_task()
         return await self.obey(step(run, call))
 
     async def obey(self, flow: Flow[T]) -> T:
@@ -198,6 +227,110 @@ class AsyncDriver:
                 self.sync.obey(flow)
 
         self._enqueue(_Job(work, None), asyncio.get_running_loop())
+
+    # --- programs -----------------------------------------------------------------------------------------------------
+
+    async def start(self, start: Callable[[], HeldRun], wait: float | None, *, waits_for_itself: bool) -> HeldRun:
+        """Take a run, in the writer's thread. Whoever else has it is waited for here, where others can go on."""
+        deadline = self._clock.elapsed() + (wait or 0.0)
+        while True:
+            try:
+                return await self.in_thread(start)
+            except RunOwned as owned:
+                is_ours = waits_for_itself and owned.owner == self._leases.owner
+                if not is_ours and self._clock.elapsed() >= deadline:
+                    raise
+            await self.pause(POLL_SECONDS)
+
+    async def finish(self, run: HeldRun, payload: bytes) -> None:
+        """Complete the run. Calls that are still under way, whose outcome nobody wants any more, are cancelled first."""
+        await self._stop_calls(run)
+        await self.obey(runs.finish(run, payload))
+
+    async def park(self, run: HeldRun, error: BaseException) -> None:
+        """Park a run that an exception left, unless it ended or is somebody else's by now. The exception stays the news."""
+        if not run.is_held:
+            return
+        if not isinstance(error, Exception):  # nothing can be awaited any more
+            self._cancel_calls(run)
+            self.behind(runs.park(run, error))
+            return
+        try:
+            await self._stop_calls(run)
+            if not await self.obey(runs.park(run, error)):
+                error.add_note("the run was not parked: calls of it are still under way")
+        except LedgerError as trouble:
+            error.add_note(f"the run could not be parked: {trouble}")
+
+    def _cancel_calls(self, run: HeldRun) -> list[asyncio.Task[Any]]:
+        here = asyncio.current_task()
+        for call in [call for call in run.made.values() if call.task is None]:  # made, and never begun
+            run.ended(call, None)
+        tasks = {call.task for call in run.made.values() if call.task is not None and call.task is not here}
+        for task in tasks:
+            task.cancel()
+        return list(tasks)
+
+    async def _stop_calls(self, run: HeldRun) -> None:
+        if run.is_busy and (tasks := self._cancel_calls(run)):
+            await asyncio.wait(tasks, timeout=_STOP_SECONDS)
+
+    async def gather(
+        self, run: Run, branches: list[Branch], thunks: Sequence[Any], concurrency: int | None
+    ) -> list[Any]:
+        """See `Run.gather` and `Run.map`."""
+        limit = asyncio.Semaphore(concurrency) if concurrency is not None else None
+        failed = False
+
+        async def one(branch: Branch, thunk: Any) -> Any:
+            nonlocal failed
+            if limit is not None:
+                await limit.acquire()
+            try:
+                if failed and limit is not None:
+                    raise _NotBegun
+                with run.standing_in(branch):
+                    value = thunk() if callable(thunk) else thunk
+                    return await value if hasattr(type(value), "__await__") else value
+            except BaseException:
+                failed = True
+                raise
+            finally:
+                if limit is not None:
+                    limit.release()
+
+        tasks = [asyncio.create_task(one(branch, thunk)) for branch, thunk in zip(branches, thunks, strict=True)]
+        try:
+            results = await asyncio.gather(*tasks, return_exceptions=True)
+        finally:
+            run.joined(branches)
+        for result in results:
+            if isinstance(result, BaseException) and not isinstance(result, _NotBegun):
+                raise result
+        return results
+
+    def threaded(self, function: Callable[[], T], name: str) -> Callable[[], Coroutine[Any, Any, T]]:
+        """An async function that calls a plain one in a thread of its own."""
+
+        async def call() -> T:
+            work = Work(function, {}, name)
+            await _over(work)
+            if work.result.error is not None:
+                raise work.result.error
+            return cast(T, work.result.value)
+
+        return call
+
+    @staticmethod
+    def run(program: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Run an async program to its end from a thread that has no event loop."""
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            return asyncio.run(program())
+        raise InvalidArguments(
+            "an event loop runs in this thread, which must not wait: `await ledger.arun(...)` instead; nothing was started"
+        )
 
     def close(self) -> None:
         """Write what has been gathered, and end the thread."""
@@ -497,9 +630,11 @@ class AsyncDriver:
         ready: list[tuple[HeldRun, list[_Pending], Prepared]] = []
         locked: list[HeldRun] = []
         synced = False
-        runs = waiting if len(waiting) == 1 else sorted(waiting, key=_run_id)  # so that two who write wait in one order
+        in_order = (
+            waiting if len(waiting) == 1 else sorted(waiting, key=_run_id)
+        )  # so that two who write wait in one order
         try:
-            for run in runs:
+            for run in in_order:
                 run.lock.acquire()
                 locked.append(run)
                 line = self._fit(run, waiting[run], answers)

@@ -9,6 +9,7 @@ from typing import Any
 
 from agent_run_ledger.drivers.leases import HeldRun, Leases
 from agent_run_ledger.engine.history import StepHistory
+from agent_run_ledger.model import Effect
 
 
 class StepContext:
@@ -47,6 +48,11 @@ class StepContext:
     def attempt(self) -> int:
         """Which dispatch of the step this is, from 1."""
         return self._step.attempts
+
+    @property
+    def effect(self) -> Effect | None:
+        """What the step's tool declares."""
+        return self._step.declared
 
     def heartbeat(self) -> None:
         """Renew the lease now. Raises `LeaseLost` where the run was taken over: stop what you are doing then."""

@@ -40,7 +40,8 @@ class Work:
         """Have the function called. Does not wait for it.
 
         Raises `RuntimeError` where no thread is to be had: the machine has no more, or the interpreter is shutting down.
-        Then, as where an interrupt comes, the call is taken back, unless it is under way already.
+        Whatever it raises, an interrupt too, the call is taken back where it has not begun; the error has a note then. Where the
+        lack shows a little later, that error is the result.
         """
         try:
             if sys.is_finalizing():  # a new thread would never have its turn, and its starter wait for that
@@ -55,7 +56,7 @@ class Work:
             raise
 
     def take_back(self) -> bool:
-        """Whether this or an earlier call of `take_back` has come before the function's: it is never called, and the work is over."""
+        """Whether the function was not called yet, and so never will be: the work is over then, too."""
         return self._end_uncalled(_TAKEN_BACK) or self._result is _TAKEN_BACK
 
     def wait(self, seconds: float | None) -> bool:
@@ -73,6 +74,7 @@ class Work:
 
     @property
     def is_over(self) -> bool:
+        """Whether the function has ended, or never will be called."""
         return self._result is not None
 
     @property

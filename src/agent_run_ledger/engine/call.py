@@ -148,6 +148,8 @@ class Call:
     digest: bytes = b""
     position: str = ""
     """Its place in the run, from the moment at which it is made."""
+    task: Any = None
+    """The task that waits for it, where it is awaited."""
     was_dispatched: bool = False
     is_delivered: bool = False
     """Whether its program was given the outcome."""

@@ -176,7 +176,8 @@ class LiveRun:
         if self.skipped:
             recorded = [each for each in recorded if not self._is_skipped(each[2])]
         self.turns = Turns(
-            [(seq, position) for seq, _, position in recorded], [(seq, position) for _, seq, position in recorded if seq]
+            [(seq, position) for seq, _, position in recorded],
+            [(seq, position) for _, seq, position in recorded if seq],
         )
         for position in self.made:
             self.turns.made(position)

@@ -84,6 +84,7 @@ def _run_record(summary: Summary) -> RunRecord:
         fencing_token=head.token,
         result=_decoded(last) if last.kind == "finished" else None,
         cause=str(head.note) if diverged else _cause(last),
+        parent_run_id=begun.get("parent"),
     )
 
 

@@ -36,11 +36,24 @@ def stored(value: Any, what: str, limit: int | None = None, declared: Any = None
         raise UnserialisableArguments(f"{error}. Nothing was written.", error.path) from None
 
 
-def created(goal: str, given: Any, *, pipeline: bool, limit: int, declared: Any = None) -> Draft:
-    """The first entry: what the run is for, and what it was given."""
+def created(
+    goal: str,
+    given: Any,
+    *,
+    pipeline: bool,
+    limit: int,
+    declared: Any = None,
+    agent: str | None = None,
+    parent: str | None = None,
+) -> Draft:
+    """The first entry: what the run is for, what it was given, which agent's run it is, and whose child."""
     fields: dict[str, Any] = {"format": FORMAT}
     if pipeline:
         fields["pipeline"] = True
+    if agent is not None:
+        fields["agent"] = agent
+    if parent is not None:
+        fields["parent"] = parent
     payload = stored({"goal": goal, "input": given}, "the goal or input of the run", limit, declared)
     return Draft("created", None, fields, payload)
 

@@ -40,7 +40,9 @@ def hint(stored: bytes | None, asked: bytes) -> str:
 
 
 _ID = re.compile(r"[0-9a-f]{8}-?[0-9a-f]{4}-?[0-9a-f]{4}-?[0-9a-f]{4}-?[0-9a-f]{12}", re.IGNORECASE)
-_TIME = re.compile(r'^1[0-9]{9}([0-9]{3})?(\.[0-9]+)?$|[0-9]{4}-[0-9]{2}-[0-9]{2}([T ][0-9]{2}:[0-9]{2}|")|"\$(datetime|time)"')
+_TIME = re.compile(
+    r'^1[0-9]{9}([0-9]{3})?(\.[0-9]+)?$|[0-9]{4}-[0-9]{2}-[0-9]{2}([T ][0-9]{2}:[0-9]{2}|")|"\$(datetime|time)"'
+)
 
 
 def _differing(one: Any, other: Any) -> tuple[Any, Any] | None:

@@ -128,8 +128,10 @@ def matches(description: dict[str, Any], cls: type[BaseException]) -> bool:
 def revive(cls: type[BaseException], description: dict[str, Any], cause: BaseException | None) -> BaseException:
     """An instance of a declared exception class with the recorded message, made without running its constructor.
 
-    It has the recorded text, `cause` as its cause, and none of the attributes that its constructor would have set.
+    It has the recorded text, `cause` as its cause, and none of the attributes that its constructor would have set. Of the classes
+    below `cls` that this process has defined it is the one that was recorded, so that a narrower `except` catches it, too.
     """
+    cls = _narrowest(cls, description)
     message = str(description.get("message") or "")
     for make in (_with_text, _with_bare_text, _with_fixed_text):
         try:
@@ -142,6 +144,20 @@ def revive(cls: type[BaseException], description: dict[str, Any], cause: BaseExc
         revived = _with_text(cls, message)
     revived.__cause__ = cause
     return revived
+
+
+def _narrowest(cls: type[BaseException], description: dict[str, Any]) -> type[BaseException]:
+    """The class that was recorded, or the nearest above it that is defined here; found among subclasses, never imported."""
+    bases = description.get("bases")
+    recorded = bases if isinstance(bases, list) else []
+    known, waiting = {_qualified(cls): cls}, [cls]
+    while waiting:
+        for below in type.__subclasses__(waiting.pop()):
+            name = _qualified(below)
+            if name in recorded and name not in known:
+                known[name] = below
+                waiting.append(below)
+    return next((known[name] for name in recorded if name in known), cls)
 
 
 def _with_text(cls: type[BaseException], message: str) -> BaseException:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from types import CodeType, FunctionType, GenericAlias
 from typing import Any, get_type_hints
 
@@ -36,6 +36,13 @@ class Signature:
     is_generator: bool
     environment: str
     """What its result may depend on beside its input: a digest of its code, and the versions beneath it."""
+
+    def without(self, names: Collection[str]) -> Signature:
+        """The same without parameters that no caller gives."""
+        left = [
+            tuple(name for name in some if name not in names) for some in (self.names, self.required, self.positional)
+        ]
+        return replace(self, names=left[0], required=left[1], positional=left[2])
 
 
 def signature(function: Callable[..., Any]) -> Signature:
@@ -195,7 +202,7 @@ def _misbound(
 ) -> str | None:
     """Why a call cannot be made, or None; asked of every call, so it is plain loops."""
     if takes.unnamed:
-        return f"a tool takes its arguments by keyword, and {', '.join(takes.unnamed)} cannot be given so"
+        return _unnamed(takes)
     if takes.takes_key and KEY in arguments:
         return _GIVEN_BY_THE_LEDGER
     if len(args) > len(takes.positional):
@@ -214,6 +221,16 @@ def _misbound(
     return None
 
 
+def check_takes_keywords(takes: Signature, tool: str) -> None:
+    """Raises `InvalidArguments` where the function has parameters without a name to give them by."""
+    if takes.unnamed:
+        raise InvalidArguments(f"{tool!r}: {_unnamed(takes)}")
+
+
+def _unnamed(takes: Signature) -> str:
+    return f"a tool takes its arguments by keyword, and {', '.join(takes.unnamed)} cannot be given so"
+
+
 def environment(version: str) -> str:
     """A tool's version, declared or a digest of its code, with the versions of this library and of Python beneath it."""
     return f"{version} {_BENEATH}"
@@ -226,6 +243,13 @@ def together(annotations: Iterable[Any]) -> Any:
     """One annotation that names the classes of all of them, for `canonical.encode(declared=)`; None where there are none."""
     parts = tuple(annotations)
     return GenericAlias(tuple, parts) if parts else None
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """A function's own name, without its module; its class's where it has none."""
+    while hasattr(function, "func"):  # functools.partial
+        function = function.func
+    return str(getattr(function, "__name__", type(function).__name__))
 
 
 def hints(function: Callable[..., Any]) -> dict[str, Any]:

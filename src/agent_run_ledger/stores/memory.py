@@ -91,11 +91,19 @@ class MemoryStore:
         with self._mutex:
             return [self._answer(append, synced) for append in appends]
 
-    def read(self, run_id: str, after: int = 0) -> list[Row]:
+    def read(
+        self, run_id: str, after: int = 0, *, limit: int | None = None, payloads_up_to: int | None = None
+    ) -> list[Row]:
         with self._mutex:
             self._refuse_if_closed()
             run = self._runs.get(run_id)
-            return [] if run is None else run.rows[max(after, 0) :]
+            after = max(after, 0)
+            rows = [] if run is None else run.rows[after : None if limit is None else after + limit]
+        return rows if payloads_up_to is None else [_shortened(row, payloads_up_to) for row in rows]
+
+    def payload(self, run_id: str, seq: int) -> bytes | None:
+        rows = self.read(run_id, seq - 1, limit=1) if seq > 0 else []
+        return rows[0].payload if rows else None
 
     def head(self, run_id: str) -> Head | None:
         with self._mutex:
@@ -182,6 +190,12 @@ class MemoryStore:
 
 def _head(run_id: str, run: _Run) -> Head:
     return Head(run_id, run.owner, run.token, len(run.requests), run.note)
+
+
+def _shortened(row: Row, payloads_up_to: int) -> Row:
+    if row.payload is None or row.digest is None or len(row.payload) <= payloads_up_to:
+        return row
+    return row._replace(payload=None)
 
 
 def _refuse_gaps(rows: Sequence[Row], new: Sequence[Row]) -> None:

@@ -92,7 +92,24 @@ _ROW = """{0}.seq, {0}.kind, {0}.position, {0}.attempt, {0}.body, {0}.roots,
         ELSE {0}.payload END,
     {0}.digest, {0}.fingerprint, {0}.encoding"""
 
-_READ = f"SELECT {_ROW.format('e')} FROM entries e WHERE e.run_id = ? AND e.seq > ? ORDER BY e.seq"
+_READ = f"SELECT {_ROW.format('e')} FROM entries e WHERE e.run_id = ? AND e.seq > ? ORDER BY e.seq LIMIT ?"
+
+# `length` of a blob is asked of the record's header: what is left out is not read.
+_READ_SHORT = """
+SELECT seq, kind, position, attempt, body, roots,
+    CASE WHEN digest IS NULL THEN payload
+        WHEN payload IS NULL THEN (SELECT bytes FROM payloads p
+            WHERE p.run_id = e.run_id AND p.digest = e.digest AND length(p.bytes) <= ?3)
+        WHEN length(payload) <= ?3 THEN payload END,
+    digest, fingerprint, encoding
+FROM entries e WHERE run_id = ?1 AND seq > ?2 ORDER BY seq LIMIT ?4
+"""
+_PAYLOAD = """
+SELECT CASE WHEN payload IS NULL AND digest IS NOT NULL
+    THEN (SELECT bytes FROM payloads p WHERE p.run_id = e.run_id AND p.digest = e.digest)
+    ELSE payload END
+FROM entries e WHERE run_id = ? AND seq = ?
+"""
 
 _SUMMARIES = f"""
 SELECT r.rowid, r.run_id, r.owner, r.fencing_token, r.inbox, r.note, {_ROW.format("f")}, {_ROW.format("l")}
@@ -269,8 +286,17 @@ class SqliteStore:
                 }
             return self._settled(answers, synced)
 
-    def read(self, run_id: str, after: int = 0) -> list[Row]:
-        return list(map(Row._make, self._files.ask(_READ, run_id, after)))
+    def read(
+        self, run_id: str, after: int = 0, *, limit: int | None = None, payloads_up_to: int | None = None
+    ) -> list[Row]:
+        most = -1 if limit is None else limit  # as SQLite spells no limit
+        if payloads_up_to is None:
+            return list(map(Row._make, self._files.ask(_READ, run_id, after, most)))
+        return list(map(Row._make, self._files.ask(_READ_SHORT, run_id, after, payloads_up_to, most)))
+
+    def payload(self, run_id: str, seq: int) -> bytes | None:
+        found = self._files.ask(_PAYLOAD, run_id, seq)
+        return found[0][0] if found else None
 
     def head(self, run_id: str) -> Head | None:
         found = self._files.ask(_HEAD, run_id)

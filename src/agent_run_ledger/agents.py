@@ -1,0 +1,265 @@
+"""Face C: registered tools and agents. A tool called inside an agent is a durable step, an agent inside an agent a run of its own."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+from agent_run_ledger.drivers.context import current_step, place_variable, step_variable
+from agent_run_ledger.drivers.leases import HeldRun
+from agent_run_ledger.engine import admission, runs
+from agent_run_ledger.engine.call import Call, Options
+from agent_run_ledger.errors import EffectConflict, InvalidArguments, UnorderedStep
+from agent_run_ledger.model import Budget, Effect, RunState
+from agent_run_ledger.rules import canonical, checks, functions
+from agent_run_ledger.rules.functions import Signature
+from agent_run_ledger.rules.names import check_name
+from agent_run_ledger.run import Place, Run, park, with_key
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from agent_run_ledger.engine.log import Draft
+    from agent_run_ledger.ledger import Ledger
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_UNLIMITED = 2**31
+"""Attempts of a step that is a run of its own: that run counts the attempts of its steps."""
+
+
+class Registered:
+    """A function under a name: what it takes, and what is declared about it."""
+
+    def __init__(self, function: Callable[..., Any], name: str | None, what: str) -> None:
+        self.function = function
+        self.name = check_name(what, functions.name_of(function) if name is None else name)
+        self.takes: Signature = functions.signature(function)
+        if self.takes.is_generator:
+            raise InvalidArguments(
+                f"{self.name!r} is a generator function: calling it runs nothing of it. Return a list instead."
+            )
+        functions.check_takes_keywords(self.takes, self.name)
+        self.hints = functions.hints(function)
+        self.returns = self.hints.pop("return", None)
+
+    def arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments of a call by name, checked against the annotations. Raises `InvalidArguments`."""
+        given = functions.bound(self.takes, args, kwargs, tool=self.name)
+        for name, annotation in self.hints.items():
+            if name in given and (misfit := checks.misfit(annotation, given[name])) is not None:
+                raise InvalidArguments(f"{self.name!r}: argument {name}{misfit}; nothing was dispatched")
+        return given
+
+
+class Tool(Registered):
+    """A function whose calls inside a run are durable steps."""
+
+    def __init__(self, function: Callable[..., Any], name: str | None, options: Options) -> None:
+        super().__init__(function, name, "tool name")
+        self.options = with_key(options) if self.takes.takes_key else options
+        if self.options.step_key is not None:
+            raise InvalidArguments(f"{self.name!r}: step_key= names one call; give it where the tool is called")
+        if self.options.returns is None:
+            self.options = self.options._replace(returns=self.returns)
+        self.takes_step_key = "step_key" in self.takes.names
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call it from wherever the caller is: as a step of the run whose program that is, else as what it is."""
+        inside = step_variable.get()
+        place: Place | None = place_variable.get()
+        if inside is not None or place is None:
+            if inside is not None and self.options.effect is Effect.MUTATE and inside.effect is Effect.READ:
+                raise EffectConflict(inside.run_id, inside.tool_name, self.name)
+            if not self.takes_step_key:
+                kwargs.pop("step_key", None)
+            return self.function(*args, **kwargs)
+        options = self.options
+        if "step_key" in kwargs and not self.takes_step_key:
+            key = kwargs.pop("step_key")
+            if key is not None:
+                options = options._replace(step_key=check_name("step_key", key))
+        call = self._call(place.run, self.arguments(args, kwargs), options)
+        return place.run.perform(call, is_async=self.takes.is_async)
+
+    def _call(self, run: Run, arguments: dict[str, Any], options: Options) -> Call:
+        takes = self.takes
+        environment = functions.environment(options.version) if options.version else takes.environment
+        return Call(
+            self.name, arguments, self.function, options, environment, True, run.payload_limit, self.hints,
+            is_async=takes.is_async, takes_key=takes.takes_key,
+        )  # fmt: skip
+
+
+class Agent(Registered):
+    """A function whose calls of tools are the steps of one run."""
+
+    def __init__(self, function: Callable[..., Any], name: str | None, budget: Budget | None, returns: Any) -> None:
+        super().__init__(function, name, "agent name")
+        if budget is not None and not isinstance(budget, Budget):
+            raise InvalidArguments(f"budget= is a Budget, not {budget!r}")
+        self.budget = budget
+        self.returns = self.returns if returns is None else returns
+        self.asks_run = [name for name, annotation in self.hints.items() if annotation is Run]
+        for asked in self.asks_run:
+            del self.hints[asked]
+        self.takes = self.takes.without(self.asks_run)
+
+    def created(self, given: dict[str, Any], limit: int, parent: str | None) -> Draft:
+        """The first entry of its run."""
+        return runs.created(
+            self.name, given, pipeline=False, limit=limit, declared=functions.together(self.hints.values()),
+            agent=self.name, parent=parent,
+        )  # fmt: skip
+
+    def given(self, draft: Draft) -> dict[str, Any]:
+        """The arguments as a replay gets them."""
+        given = canonical.decode(draft.payload or b"")["input"]
+        for name, annotation in self.hints.items():
+            if name in given:
+                given[name] = canonical.rebuild(annotation, given[name])
+        return cast(dict[str, Any], given)
+
+    def apply(self, held: HeldRun) -> None:
+        """Give the run the limits of its agent."""
+        if self.budget is not None:
+            held.limit = self.budget.steps or held.limit
+            held.deadline = self.budget.deadline.timestamp() if self.budget.deadline is not None else held.deadline
+
+    def call(self, run: Run, arguments: dict[str, Any]) -> Any:
+        """Its function, as the program of this run."""
+        return self.function(**arguments, **dict.fromkeys(self.asks_run, run))
+
+    def result(self, payload: bytes | None) -> Any:
+        """What the run returned, built as it is declared."""
+        return canonical.rebuild(self.returns, canonical.decode(payload)) if payload is not None else None
+
+    def child(self, ledger: Ledger, place: Place, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Its call inside another agent: a step there, a run of its own here, which an attempt after a crash goes on with."""
+        arguments = self.arguments(args, kwargs)
+        parent = place.run.run_id
+
+        def begin(**given: Any) -> Any:
+            begun = Start(self, given, f"run_{current_step().idempotency_key[:20]}", None, parent)
+            return abegin(ledger, begun) if self.takes.is_async else run_to_its_end(ledger, begun)
+
+        options = Options(effect=Effect.IDEMPOTENT, returns=self.returns)
+        call = Call(
+            self.name, arguments, begin, options, self.takes.environment, True, ledger._payload_limit, self.hints,
+            is_async=self.takes.is_async, max_attempts=_UNLIMITED,
+        )  # fmt: skip
+        return place.run.perform(call, is_async=self.takes.is_async)
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """One start of an agent."""
+
+    agent: Agent
+    given: dict[str, Any]
+    run_id: str | None
+    wait: float | None
+    parent: str | None = None
+
+
+@contextmanager
+def program_of(run: Run, held: HeldRun) -> Iterator[None]:
+    """The calling code is the run's program, and in no step."""
+    place, inside = place_variable.set(Place(run, held.root)), step_variable.set(None)
+    try:
+        yield
+    finally:
+        place_variable.reset(place)
+        step_variable.reset(inside)
+
+
+def refuse_itself(run_id: str | None) -> None:
+    """Raises `UnorderedStep` where the program of this very run asks to run it: it would wait for itself."""
+    place: Place | None = place_variable.get()
+    if place is not None and run_id == place.run.run_id:
+        raise UnorderedStep(run_id, "run", "its own program")
+
+
+def run_to_its_end(ledger: Ledger, start: Start) -> Any:
+    """Run an agent, or go on with its run, in the calling thread, and return its result."""
+    agent = start.agent
+    refuse_itself(start.run_id)
+    draft = agent.created(start.given, ledger._payload_limit, start.parent)
+    held = ledger._start(start.run_id, draft, start.wait, waits_for_itself=True)
+    try:
+        agent.apply(held)
+        if held.history.state is RunState.COMPLETED:
+            return agent.result(held.history.result)
+        if (refusal := admission.refusal(held, pipeline=False)) is not None:
+            raise refusal
+        run = Run(ledger, held)
+        with program_of(run, held):
+            value = agent.call(run, agent.given(draft))
+        payload = runs.stored(value, f"the result of {agent.name!r}", ledger._payload_limit, agent.returns)
+        ledger._driver.obey(runs.finish(held, payload))
+        return agent.result(payload)
+    except BaseException as error:
+        park(ledger, held, error)
+        raise
+    finally:
+        held.__exit__(None, None, None)
+
+
+async def abegin(ledger: Ledger, start: Start) -> Any:
+    """Run an async agent, or go on with its run, in the calling task, and return its result."""
+    agent, driver = start.agent, ledger._asynchronous
+    refuse_itself(start.run_id)
+    draft = agent.created(start.given, ledger._payload_limit, start.parent)
+    held = await driver.start(lambda: ledger._start(start.run_id, draft, None), start.wait, waits_for_itself=True)
+    try:
+        agent.apply(held)
+        if held.history.state is RunState.COMPLETED:
+            return agent.result(held.history.result)
+        if (refusal := admission.refusal(held, pipeline=False)) is not None:
+            raise refusal
+        run = Run(ledger, held, is_async=True)
+        with program_of(run, held):
+            value = await agent.call(run, agent.given(draft))
+        payload = runs.stored(value, f"the result of {agent.name!r}", ledger._payload_limit, agent.returns)
+        await driver.finish(held, payload)
+        return agent.result(payload)
+    except BaseException as error:
+        await driver.park(held, error)
+        raise
+    finally:
+        held.__exit__(None, None, None)
+
+
+def as_tool(function: F, tool: Tool) -> F:
+    """The function as it is called in programs: plain outside of a run, a step inside of one."""
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return tool(args, kwargs)
+
+    return cast(F, _awaited(wrapper, tool))
+
+
+def as_agent(function: F, agent: Agent, ledger: Ledger) -> F:
+    """The function as it is called in programs: plain outside of a run, a run of its own inside of another."""
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        place: Place | None = place_variable.get()
+        if place is None or step_variable.get() is not None:
+            return function(*args, **kwargs)
+        return agent.child(ledger, place, args, kwargs)
+
+    return cast(F, _awaited(wrapper, agent))
+
+
+def _awaited(wrapper: Callable[..., Any], registered: Registered) -> Callable[..., Any]:
+    wrapper.registered = registered  # type: ignore[attr-defined]
+    if registered.takes.is_async:
+        from agent_run_ledger.drivers.asynchronous import mark_as_coroutine_function
+
+        mark_as_coroutine_function(wrapper)
+    return wrapper
