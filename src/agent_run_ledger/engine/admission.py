@@ -61,14 +61,14 @@ def left_in_doubt(run: LiveRun, branch: Branch | None) -> tuple[list[Draft], Ste
     drafts: list[Draft] = []
     steps = run.history.positions
     for position, (owner, call) in list(run.interrupted.items()):
-        if branch is not None and owner is not branch:
+        if branch is not None and owner is not branch and position not in branch.behind:
             continue
         step = steps.get(position)
         if step is not None and step.outcome is None:
             if call.was_dispatched and must_not_repeat(run, step.declared):
                 return _doubt(run, step)
             drafts.append(cancelled(step))
-        elif position not in run.history.missed and (step is None or not step.missed):
+        elif position not in run.history.missed and not (step is not None and step.is_missed):
             drafts.append(missed(call, step))
     for step in steps.values() if branch is None else ():
         if step.outcome is None and step.position not in run.interrupted:

@@ -103,6 +103,11 @@ class StepHistory:
         return self.outcome is not None and (self.outcome.is_final or self.followed or self.missed > 0)
 
     @property
+    def is_missed(self) -> bool:
+        """Whether a replay tells the program that it was interrupted here."""
+        return self.missed > 0 or (self.outcome is not None and self.outcome.ok == "cancelled")
+
+    @property
     def declared(self) -> Effect | None:
         """The effect that was declared at the last dispatch."""
         return Effect(self.effect) if self.effect else None

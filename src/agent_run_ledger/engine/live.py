@@ -17,17 +17,19 @@ if TYPE_CHECKING:
 class Branch:
     """One line of calls: the run's own, or one that goes on beside it. Its positions begin with its path."""
 
-    __slots__ = ("answered", "cursor", "hears", "maker", "numbered", "path")
+    __slots__ = ("answered", "behind", "cursor", "hears", "maker", "numbered", "path")
 
-    def __init__(self, path: str = "", hears: frozenset[str] = frozenset()) -> None:
+    def __init__(self, path: str = "") -> None:
         self.path = path
         self.cursor = 1
         """The number of the next call that has no key."""
         self.numbered = 0
         """How many of its calls are under way, those with a key left out, and `maker` is who made them."""
         self.maker: object = None
-        self.hears = set(hears)
+        self.hears: set[str] = set()
         """The positions of failures that its program was told of."""
+        self.behind: set[str] = set()
+        """The positions of interrupted calls of the branches around it: whoever opened it has gone on behind them."""
         self.answered: set[str] = set()
         """The positions with a key that its program was given in this life: asked again they are not called again."""
 
@@ -103,6 +105,9 @@ class LiveRun:
         if branch is None:
             branch = self.branches[path] = Branch(path)
         branch.hears |= parent.hears
+        if self.interrupted:
+            branch.behind |= parent.behind
+            branch.behind |= {position for position, (owner, _) in self.interrupted.items() if owner is parent}
         return branch
 
     def close_branch(self, branch: Branch, parent: Branch) -> None:
