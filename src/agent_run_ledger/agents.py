@@ -76,7 +76,7 @@ class Tool(Registered):
                 raise EffectConflict(inside.run_id, inside.tool_name, self.name)
             if not self.takes_step_key:
                 kwargs.pop("step_key", None)
-            return self.function(*args, **kwargs)
+            return self.plain(args, kwargs)
         options = self.options
         if "step_key" in kwargs and not self.takes_step_key:
             key = kwargs.pop("step_key")
@@ -84,6 +84,10 @@ class Tool(Registered):
                 options = options._replace(step_key=check_name("step_key", key))
         call = self._call(place.run, self.arguments(args, kwargs), options)
         return place.run.perform(call, is_async=self.takes.is_async)
+
+    def plain(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Call it where there is no step to make of the call: outside of a run, and inside of a step."""
+        return self.function(*args, **kwargs)
 
     def _call(self, run: Run, arguments: dict[str, Any], options: Options) -> Call:
         takes = self.takes
@@ -149,7 +153,7 @@ class Agent(Registered):
         options = Options(effect=Effect.IDEMPOTENT, returns=self.returns)
         call = Call(
             self.name, arguments, begin, options, self.takes.environment, True, ledger._payload_limit, self.hints,
-            is_async=self.takes.is_async, max_attempts=_UNLIMITED,
+            is_async=self.takes.is_async, attempts=_UNLIMITED,
         )  # fmt: skip
         return place.run.perform(call, is_async=self.takes.is_async)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, TypedDict
+from typing import Any, Literal, NamedTuple, TypedDict, cast
 
 from agent_run_ledger.engine import recovery
 from agent_run_ledger.engine.live import Branch
@@ -135,9 +135,10 @@ class Call:
     """Whether the function has to be awaited."""
     takes_key: bool = False
     """Whether the function is given the idempotency key as `idempotency_key`."""
-    max_attempts: int = 0
+    attempts: int = 0
     """Dispatches over errors, crashes and reruns; 0: as its options say."""
-    branch: Branch = field(default_factory=Branch)
+    branch: Branch = cast(Branch, None)
+    """The branch in which it is made: whoever makes it says so."""
     maker: object = None
     """The task or thread that makes it."""
     place: str | None = None
@@ -146,6 +147,9 @@ class Call:
     """The positions whose outputs it depends on."""
     stored: bytes = b""
     digest: bytes = b""
+    recorded: bytes | None = None
+    """The arguments that stand at its position, where they are others and had to be fetched, and whether they were."""
+    is_fetched: bool = False
     position: str = ""
     """Its place in the run, from the moment at which it is made."""
     task: Any = None
@@ -153,13 +157,22 @@ class Call:
     was_dispatched: bool = False
     is_delivered: bool = False
     """Whether its program was given the outcome."""
-    is_dropped: Callable[[], bool] = bool
-    """Whether nobody will ever ask for its outcome: its coroutine was closed before it began."""
+    coroutine: Callable[[], Any] | None = None
+    """A weak reference to the coroutine that was made for it and has not begun."""
 
-    def __post_init__(self) -> None:
-        if not self.max_attempts:
-            retry = self.options.retry
-            self.max_attempts = retry.max_attempts if retry else recovery.DEFAULT_ATTEMPTS
+    @property
+    def max_attempts(self) -> int:
+        """Dispatches over errors, crashes and reruns."""
+        retry = self.options.retry
+        return self.attempts or (retry.max_attempts if retry else recovery.DEFAULT_ATTEMPTS)
+
+    @property
+    def is_dropped(self) -> bool:
+        """Whether nobody will ever ask for its outcome: its coroutine was closed before it began."""
+        if self.coroutine is None:
+            return False
+        coroutine = self.coroutine()
+        return coroutine is None or coroutine.cr_frame is None
 
     @property
     def key(self) -> str | None:

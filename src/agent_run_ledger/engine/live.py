@@ -198,7 +198,7 @@ class LiveRun:
 
     def let_go_of_dropped(self) -> None:
         """Calls that were made, and whose coroutine was closed before it began."""
-        for call in [call for call in self.made.values() if call.is_dropped()]:
+        for call in [call for call in self.made.values() if call.is_dropped]:
             self.ended(call, None)
 
     @property

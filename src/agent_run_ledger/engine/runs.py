@@ -98,10 +98,10 @@ def check_wiring(run: LiveRun, wiring: Mapping[str, tuple[str, ...]]) -> Flow[No
 
 def _check_wiring(wiring: Mapping[str, tuple[str, ...]], run: LiveRun, moment: Moment) -> Plan:
     for step in run.history.positions.values():
-        recorded = f"step {step.position!r} after {step.dependencies}"
+        recorded = f"step {step.position!r} after {list(step.dependencies)}"
         if step.position not in wiring:
             return Plan(error=ReplayDivergence(run.run_id, step.position, recorded, "a pipeline without that step"))
-        if list(wiring[step.position]) != step.dependencies:
+        if wiring[step.position] != step.dependencies:
             asked = f"it after {list(wiring[step.position])}"
             return Plan(error=ReplayDivergence(run.run_id, step.position, recorded, asked))
     return Plan()
