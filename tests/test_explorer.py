@@ -369,7 +369,7 @@ class Explorer:
     def finish(self, world: World) -> None:
         """A reader of its own looks at what is left."""
         with world.life() as reader:
-            judge(world, reader.store.read(RUN), reader.log(), reader.ledger.verify().findings)
+            judge(world, reader)
 
     def crash(self, *die_at: int) -> list[str]:
         """Die at these ticks, one life after the other, then run undisturbed, and judge. Returns the last life's ticks."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import asyncio
 import contextvars
 import gc
@@ -27,9 +28,23 @@ LONG = 60.0
 
 
 @pytest.fixture(autouse=True)
-def _no_idle_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Threads that other tests have left are not used."""
+def _threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Every test begins without threads, and all that it has started end."""
+    before, count = set(threading.enumerate()), _thread._count()
     monkeypatch.setattr(workers, "_idle", [])
+    yield
+    monkeypatch.setattr(workers, "MOST_IDLE", -1)
+    nothing = Work(int, {}, "nothing")
+    nothing.take_back()
+    while (threads := set(threading.enumerate()) - before) or _thread._count() > count:  # some only start others
+        while (worker := workers._pop_idle()) is not None:
+            worker.give(nothing)
+        for thread in threads:
+            if thread.ident is not None:
+                thread.join(LONG)
+                assert not thread.is_alive()
+        os.sched_yield()
+    assert workers._idle == []
 
 
 @pytest.fixture
@@ -153,13 +168,22 @@ def test_a_result_is_there_only_once_the_call_is_over(gate: threading.Event) -> 
     assert work.result.error is None
 
 
-def test_a_second_start_calls_nothing() -> None:
+def test_however_often_it_is_started_it_is_called_once(gate: threading.Event) -> None:
     calls: list[None] = []
-    work = start(lambda: calls.append(None), {}, "a call")
+
+    def called() -> None:
+        calls.append(None)
+        passes(gate)
+
+    work = Work(called, {}, "a call")
+    for _ in range(100):  # the first ones perhaps before it has begun
+        work.start()
+    gate.set()
     assert work.wait(LONG)
     work.start()
-    done(int)  # in the same thread
+    done(int)
     assert calls == [None]
+    assert work.result == (None, None)
 
 
 def test_what_is_taken_back_before_it_begins_is_never_called() -> None:
@@ -277,19 +301,13 @@ def interrupted(interrupts: Interrupts) -> None:
 
 
 @pytest.fixture(params=[0, 32])
-def _threads_end(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Calls find no thread, or the one that made the call before; at last every thread ends."""
-    before = set(threading.enumerate())
+def _few_or_many(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls find no thread, or the one that made the call before. A thread that an interrupt has cut off ends soon."""
     monkeypatch.setattr(workers, "MOST_IDLE", request.param)
     monkeypatch.setattr(workers, "IDLE_SECONDS", 0.2)
-    yield
-    for thread in set(threading.enumerate()) - before:
-        thread.join(LONG)
-        assert not thread.is_alive()
-    assert workers._idle == []
 
 
-@pytest.mark.usefixtures("_threads_end")
+@pytest.mark.usefixtures("_few_or_many")
 def test_an_interrupt_anywhere_loses_no_call_and_no_thread() -> None:
     for place in range(1, 1000):
         interrupts = Interrupts(place)
@@ -300,7 +318,7 @@ def test_an_interrupt_anywhere_loses_no_call_and_no_thread() -> None:
     assert place > 10
 
 
-@pytest.mark.usefixtures("_threads_end")
+@pytest.mark.usefixtures("_few_or_many")
 def test_a_second_interrupt_while_the_first_is_cleaned_up_loses_none_either() -> None:
     first, second = 1, 1
     while True:

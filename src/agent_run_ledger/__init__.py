@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from agent_run_ledger.errors import UnorderedStep as UnorderedStep
     from agent_run_ledger.errors import UnserialisableArguments as UnserialisableArguments
     from agent_run_ledger.errors import UnserialisableOutput as UnserialisableOutput
+    from agent_run_ledger.guard import forge_or_sentinel_guard as forge_or_sentinel_guard
     from agent_run_ledger.ledger import AgentRunLedger as AgentRunLedger
     from agent_run_ledger.ledger import compute_fingerprint as compute_fingerprint
     from agent_run_ledger.model import Budget as Budget
@@ -108,6 +109,7 @@ else:
         "UnorderedStep": "errors",
         "UnserialisableArguments": "errors",
         "UnserialisableOutput": "errors",
+        "forge_or_sentinel_guard": "guard",
         "AgentRunLedger": "ledger",
         "compute_fingerprint": "ledger",
         "Budget": "model",
@@ -203,6 +205,7 @@ __all__ = [
     "compute_fingerprint",
     "current_run",
     "current_step",
+    "forge_or_sentinel_guard",
     "register_type",
     "sanitize_identifier",
 ]

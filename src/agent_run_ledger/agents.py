@@ -51,7 +51,10 @@ class Registered:
         given = functions.bound(self.takes, args, kwargs, tool=self.name)
         for name, annotation in self.hints.items():
             if name in given and (misfit := checks.misfit(annotation, given[name])) is not None:
-                raise InvalidArguments(f"{self.name!r}: argument {name}{misfit}; nothing was dispatched")
+                where = (
+                    name if misfit[0] in ".[" else f"{name}: "
+                )  # a path into the value, or nothing but what is wrong
+                raise InvalidArguments(f"{self.name!r}: argument {where}{misfit}; nothing was dispatched")
         return given
 
 

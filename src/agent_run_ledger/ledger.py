@@ -8,16 +8,17 @@ import socket
 import threading
 import weakref
 from collections.abc import Callable, Coroutine, Iterator, Mapping
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, Unpack
 
 from agent_run_ledger.agents import Agent, Registered, Start, Tool, abegin, as_agent, as_tool, run_to_its_end
-from agent_run_ledger.contract import Clock, Row, Store, Summary
+from agent_run_ledger.contract import Clock, Store, Summary
+from agent_run_ledger.drivers import reading
 from agent_run_ledger.drivers.leases import POLL_SECONDS, HeldRun, Leases
 from agent_run_ledger.drivers.sync import SyncDriver
 from agent_run_ledger.engine import audit, damage, records, runs
 from agent_run_ledger.engine.call import StepOptions, declared
-from agent_run_ledger.engine.history import History
 from agent_run_ledger.engine.log import Draft
 from agent_run_ledger.errors import (
     InvalidArguments,
@@ -241,14 +242,18 @@ class Ledger:
             ids = iter((check_name("run_id", run_id),))
         for each in ids:
             try:
-                rows, head = self._store.read(each), self._store.head(each)
+                auditor = audit.Audit(each, self._store.secret(each))
+                for page in reading.pages(self._store, each):
+                    for row in page:
+                        auditor.take(reading.whole(self._store, each, row))
+                head = self._store.head(each)  # after the entries, than which it may not be older
             except StoreCorrupt as error:
                 findings.append(Finding(each, None, "storage", str(error)))
                 continue
-            if not rows and head is None:
+            if not auditor.leaves and head is None:
                 raise RunNotFound(each)
-            findings += audit.audit(each, head, self._store.secret(each), rows, self._store.inbox(each, 0))
-            entries += len(rows)
+            findings += auditor.end(head, self._store.inbox(each, 0))
+            entries += auditor.leaves
             number += 1
             if told is not None:
                 told(entries)
@@ -256,13 +261,14 @@ class Ledger:
 
     def tree_head(self, run_id: str) -> TreeHead:
         """The size and root of the run's tree as it is now. Raises `RunNotFound`."""
-        history = self._history(run_id)
+        history = reading.read(self._store, check_name("run_id", run_id))
         return TreeHead(run_id, history.size, history.root)
 
     def _record(self, summary: Summary) -> RunRecord:
         record = records.run_record(summary)
         if record.is_damaged:
-            record.status = str(damage.last_state(self._store.read(record.run_id)))
+            rows = [row for page in reading.pages(self._store, record.run_id) for row in page]
+            record.status = str(damage.last_state(rows))
         return record
 
     def _summary(self, run_id: str) -> Summary:
@@ -271,19 +277,12 @@ class Ledger:
             raise RunNotFound(run_id)
         return summary
 
-    def _rows(self, run_id: str) -> list[Row]:
-        rows = self._store.read(check_name("run_id", run_id))
-        if not rows:
-            raise RunNotFound(run_id)
-        return rows
-
     def _readable(self, run_id: str) -> damage.Readable:
-        rows = self._rows(run_id)
-        return damage.readable(run_id, self._store.secret(run_id), rows)
-
-    def _history(self, run_id: str) -> History:
-        rows = self._rows(run_id)
-        return History.read(run_id, self._store.secret(run_id), rows)
+        store = self._store
+        if not store.read(check_name("run_id", run_id), limit=1, payloads_up_to=0):
+            raise RunNotFound(run_id)
+        read, fetch = partial(reading.pages, store, run_id), partial(store.payload, run_id)
+        return damage.readable(run_id, store.secret(run_id), read, fetch)
 
     # --- acting -------------------------------------------------------------------------------------------------------
 
@@ -519,7 +518,7 @@ class AgentRunLedger(Ledger):
         try:
             with run.lock:
                 runs.skip_recorded(run)
-                return records.step_records(run.history, replayed=True)
+                return records.step_records(run.history, partial(self._store.payload, run_id), replayed=True)
         finally:
             run.__exit__(None, None, None)
 

@@ -3,29 +3,36 @@
 from __future__ import annotations
 
 import os
-import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from graphlib import CycleError, TopologicalSorter
+from heapq import heappop, heappush
+from queue import SimpleQueue
 from typing import Any, TypeVar, Unpack
 
 from agent_run_ledger.contract import Clock, Store
+from agent_run_ledger.drivers.context import step_variable
 from agent_run_ledger.drivers.leases import HeldRun
+from agent_run_ledger.drivers.workers import Work
 from agent_run_ledger.engine import runs
 from agent_run_ledger.engine.call import Call, StepOptions, declared
+from agent_run_ledger.engine.effects import Flow, Result
+from agent_run_ledger.engine.log import Draft
 from agent_run_ledger.errors import InvalidArguments, InvalidPipeline
 from agent_run_ledger.ledger import PAYLOAD_LIMIT, Durability, Ledger
 from agent_run_ledger.model import RunState
 from agent_run_ledger.rules import canonical, functions
 from agent_run_ledger.rules.loops import LoopDetectorPolicy
 from agent_run_ledger.rules.names import check_name
-from agent_run_ledger.run import park, perform
+from agent_run_ledger.run import park, perform, with_key
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Step:
-    """One step of a pipeline: a name, a function, and the names of the steps whose outputs it takes.
+    """One step of a pipeline: a name, a function, sync or async, and the names of the steps whose outputs it takes.
 
-    The options are those of `AgentRunLedger.execute_step`. The function's return annotation stands in for `returns=`.
+    The options are those of `AgentRunLedger.execute_step`, but for `step_key`. The function's return annotation stands in for
+    `returns=`, and a parameter `idempotency_key` is given the step's key.
     """
 
     def __init__(
@@ -43,8 +50,6 @@ class Step:
             )
         self.depends_on = tuple(depends_on)
         self.takes = functions.signature(fn)
-        if self.takes.is_async:
-            raise InvalidPipeline(f"step {name!r} is an async function: this version runs synchronous steps only")
         if self.takes.is_generator:
             raise InvalidPipeline(
                 f"step {name!r} is a generator function: calling it runs nothing of it. Return a list."
@@ -53,6 +58,10 @@ class Step:
         returned = hints.pop("return", None)
         self.parameters = hints
         self.options = declared(options)
+        if self.options.step_key is not None:
+            raise InvalidPipeline(f"step {name!r} takes no step_key=: its name is its place in the run")
+        if self.takes.takes_key:
+            self.options = with_key(self.options)
         if self.options.returns is None:
             self.options = self.options._replace(returns=returned)
 
@@ -77,8 +86,139 @@ class Step:
         return arguments, sources
 
 
+class Schedule:
+    """Which steps of a pipeline may begin, and how those that have ended did. It only decides: calls are made by whoever asks it.
+
+    A step may begin when all that it depends on is done; of the synchronous ones at most `at_once` are under way together.
+    Where one has failed nothing new begins.
+    """
+
+    def __init__(self, order: Sequence[Step], at_once: int) -> None:
+        self._order = order
+        self._numbers = {step.name: number for number, step in enumerate(order)}
+        self._graph = _graph(order)
+        self._free = at_once
+        self._ready: dict[bool, list[int]] = {True: [], False: []}
+        """Heaps of the steps that may begin, the async ones and the others."""
+        self._errors: dict[int, BaseException] = {}
+        self.outputs: dict[str, Any] = {}
+
+    def begin(self) -> list[Step]:
+        """The steps that begin now, in the pipeline's order."""
+        if self._errors:
+            return []
+        for name in self._graph.get_ready():
+            number = self._numbers[name]
+            heappush(self._ready[self._order[number].takes.is_async], number)
+        begun, self._ready[True] = self._ready[True], []
+        while self._free and self._ready[False]:
+            begun.append(heappop(self._ready[False]))
+            self._free -= 1
+        return [self._order[number] for number in sorted(begun)]
+
+    def ended(self, step: Step, result: Result) -> None:
+        """A step that was begun is over."""
+        if not step.takes.is_async:
+            self._free += 1
+        if result.error is not None:
+            self._errors[self._numbers[step.name]] = result.error
+        else:
+            self.outputs[step.name] = result.value
+            self._graph.done(step.name)
+
+    @property
+    def error(self) -> BaseException | None:
+        """The error that ends the execution: the first in the pipeline's order, whichever came first; an interruption before all."""
+        interruptions = [number for number, error in self._errors.items() if not isinstance(error, Exception)]
+        return self._errors[min(interruptions or self._errors)] if self._errors else None
+
+
+def _graph(steps: Iterable[Step]) -> TopologicalSorter[str]:
+    """What has to be done before what. Raises `InvalidPipeline` for a circle."""
+    graph = TopologicalSorter({step.name: step.depends_on for step in steps})
+    try:
+        graph.prepare()
+    except CycleError as error:
+        circle = ", ".join(map(repr, error.args[1][1:]))
+        raise InvalidPipeline(f"the steps {circle} depend on each other in a circle. Nothing was run.") from None
+    return graph
+
+
+class Execution:
+    """One execution of a pipeline: everything about it but the waiting, which the two faces do each in its way."""
+
+    def __init__(self, order: list[Step], draft: Draft, run: HeldRun, *, at_once: int, limit: int) -> None:
+        self.run = run
+        self._order = order
+        self._given = canonical.decode(draft.payload or b"")["input"]
+        self._limit = limit
+        self._returns = {step.name: step.options.returns for step in order}
+        self._schedule = Schedule(order, at_once)
+        self.ended = self._schedule.ended
+        run.limit = len(order)
+
+    def wiring(self) -> Flow[None]:
+        """Make sure that this is the pipeline that is recorded."""
+        return runs.check_wiring(self.run, {step.name: step.depends_on for step in self._order})
+
+    @property
+    def is_completed(self) -> bool:
+        return self.run.history.state is RunState.COMPLETED
+
+    def begin(self) -> list[Step]:
+        """The steps that begin now; none where one of those under way is about to end the run."""
+        return [] if self.run.is_closing else self._schedule.begin()
+
+    def call(self, step: Step) -> Call:
+        """What the run is asked for, with the outputs of the steps before."""
+        arguments, sources = step.bind(self._given, self._schedule.outputs)
+        version = step.options.version
+        environment = functions.environment(version) if version else step.takes.environment
+        # A parameter without an annotation takes an output as what it was returned as.
+        types = {name: self._returns[source] for name, source in sources.items()}
+        returned = {name: kind for name, kind in types.items() if kind is not None}
+        return Call(
+            step.name, arguments, step.fn, step.options, environment, True, self._limit, returned | step.parameters,
+            is_async=step.takes.is_async, takes_key=step.takes.takes_key, branch=self.run.root, place=step.name,
+            after=step.depends_on,
+        )  # fmt: skip
+
+    def finished(self) -> bytes:
+        """The result, as it is stored. Raises the error of a step where there is one."""
+        if (error := self._schedule.error) is not None:
+            raise error
+        sinks, outputs = _sinks(self._order), self._schedule.outputs
+        result = outputs[sinks[0].name] if len(sinks) == 1 else {sink.name: outputs[sink.name] for sink in sinks}
+        returned = functions.together(self._returns[sink.name] for sink in sinks)
+        return runs.stored(result, "the result", self._limit, returned)
+
+    def result(self, payload: bytes) -> Any:
+        """The result as it is returned, now and ever after."""
+        return _rebuilt(payload, _sinks(self._order))
+
+    def recorded(self) -> Any:
+        """The result of a completed run; None where it was erased."""
+        history = self.run.history
+        ran = [step for step in self._order if step.name in history.positions]  # the others were added since
+        return _rebuilt(history.result, _sinks(ran)) if history.result is not None else None
+
+
+def _sinks(order: list[Step]) -> list[Step]:
+    needed = {dependency for step in order for dependency in step.depends_on}
+    return [step for step in order if step.name not in needed]
+
+
+def _rebuilt(payload: bytes, sinks: list[Step]) -> Any:
+    plain = canonical.decode(payload)
+    if len(sinks) == 1:
+        return canonical.rebuild(sinks[0].options.returns, plain)
+    return {sink.name: canonical.rebuild(sink.options.returns, plain[sink.name]) for sink in sinks}
+
+
 class RunLedger(Ledger):
     """A pipeline of steps that runs once, however often it is started.
+
+    Of its synchronous steps at most `max_parallel` run side by side, of its async ones all that can.
 
     >>> ledger = RunLedger("audit-2026", "audit.db")
     >>> @ledger.step(name="fetch")
@@ -109,14 +249,12 @@ class RunLedger(Ledger):
         clock: Clock | None = None,
     ) -> None:
         self.run_id = check_name("run_id", run_id)
-        if max_parallel != 1:
-            raise ValueError(
-                f"max_parallel is 1 in this version, not {max_parallel!r}: a pipeline runs one step at a time"
-            )
+        if type(max_parallel) is not int or max_parallel < 1:
+            raise ValueError(f"max_parallel is a whole number of at least 1, not {max_parallel!r}")
+        self._max_parallel = max_parallel
         self._steps: dict[str, Step] = {}
         for each in steps:
             self._add(each)
-        self._executing = threading.RLock()
         super().__init__(
             db_path,
             limit=1,  # each execution sets the number of its steps
@@ -152,66 +290,109 @@ class RunLedger(Ledger):
         """Run the pipeline, or go on where it stopped, and return the output of its last step.
 
         Where several steps have nobody after them: `{name: output}`. A completed run returns its result without a call or a write.
-        Everything that can be checked is checked before anything runs. An exception parks the run and is raised; executing it again
-        goes on there.
-        """
-        order = self._order()
-        self._check(order, given)
-        with self._executing:
-            hints = functions.together(hint for each in order for hint in each.parameters.values())
-            goal = f"pipeline {self.run_id}"
-            draft = runs.created(goal, given, pipeline=True, limit=self._payload_limit, declared=hints)
-            run = self._start(self.run_id, draft, None)
-            try:
-                return self._execute(run, order, canonical.decode(draft.payload or b"")["input"])
-            finally:
-                run.__exit__(None, None, None)
+        Everything that can be checked is checked before anything runs. After an error nothing new is begun; what runs comes to its
+        end and is recorded, and then the first error in the pipeline's order parks the run and is raised. Executing it again goes
+        on there.
 
-    def _execute(self, run: HeldRun, order: list[Step], given: dict[str, Any]) -> Any:
+        Steps run in the calling thread, one after the other, or with `max_parallel` above 1 each in a thread of its own. Where
+        there are async steps it is `aexecute` in an event loop of its own; in a thread that has one already `InvalidArguments`.
+        """
+        order, draft = self._checked(given)
+        if any(step.takes.is_async for step in order):
+            return self._asynchronous.run(lambda: self._aexecute(order, draft), "aexecute")
+        held = self._start(self.run_id, draft, None, waits_for_itself=not self._is_inside())
         try:
-            run.limit = len(order)
-            self._driver.obey(runs.check_wiring(run, {each.name: each.depends_on for each in order}))
-            if run.history.state is not RunState.COMPLETED:
-                outputs: dict[str, Any] = {}
-                for each in order:
-                    arguments, sources = each.bind(given, outputs)
-                    outputs[each.name] = perform(self, run, self._call(each, arguments, sources), is_async=False)
-                sinks = self._sinks(order)
-                result = (
-                    outputs[sinks[0].name] if len(sinks) == 1 else {sink.name: outputs[sink.name] for sink in sinks}
-                )
-                returned = functions.together(sink.options.returns for sink in sinks)
-                finished = runs.stored(result, "the result", self._payload_limit, returned)
-                self._driver.obey(runs.finish(run, finished))
-                return self._result(finished, sinks)
-            payload = run.history.result
-            ran = [each for each in order if each.name in run.history.positions]  # the others were added since
-            return self._result(payload, self._sinks(ran)) if payload is not None else None
+            execution = Execution(order, draft, held, at_once=self._max_parallel, limit=self._payload_limit)
+            self._driver.obey(execution.wiring())
+            if execution.is_completed:
+                return execution.recorded()
+            if self._max_parallel == 1:
+                self._one_after_the_other(execution)
+            else:
+                self._in_threads(execution)
+            payload = execution.finished()
+            self._driver.obey(runs.finish(held, payload))
+            return execution.result(payload)
         except BaseException as error:
-            park(self, run, error)
+            park(self, held, error)
+            raise
+        finally:
+            held.__exit__(None, None, None)
+
+    async def aexecute(self, **given: Any) -> Any:
+        """`execute` in an event loop: async steps run as soon as what they depend on is there, each in a task of its own.
+
+        Synchronous steps run in threads, at most `max_parallel` at once, so that the loop goes on. Where this is cancelled the steps
+        under way are cancelled and left in doubt, and the run is parked; a function in a thread goes on, and the next execution
+        in this process takes what it returns.
+        """
+        order, draft = self._checked(given)
+        return await self._aexecute(order, draft)
+
+    async def _aexecute(self, order: list[Step], draft: Draft) -> Any:
+        driver, waits = self._asynchronous, not self._is_inside()
+        held = await driver.start(lambda: self._start(self.run_id, draft, None), None, waits_for_itself=waits)
+        try:
+            execution = Execution(order, draft, held, at_once=self._max_parallel, limit=self._payload_limit)
+            await driver.obey(execution.wiring())
+            if execution.is_completed:
+                return execution.recorded()
+
+            async def work(step: Step) -> Any:
+                call = execution.call(step)
+                if not step.takes.is_async:
+                    call.function, call.is_async = driver.in_a_thread(held, step.fn, step.name), True
+                return await driver.call(held, call)
+
+            await driver.side_by_side(execution.begin, work, execution.ended)
+            payload = execution.finished()
+            await driver.finish(held, payload)
+            return execution.result(payload)
+        except BaseException as error:
+            await driver.park(held, error)
+            raise
+        finally:
+            held.__exit__(None, None, None)
+
+    def _one_after_the_other(self, execution: Execution) -> None:
+        while steps := execution.begin():
+            for step in steps:
+                execution.ended(step, Result(self._perform(execution, step), None))
+
+    def _in_threads(self, execution: Execution) -> None:
+        """Each step in a thread of its own. An interrupt waits for what is under way, and a second one leaves it to itself."""
+        running: dict[str, Work] = {}
+        over: SimpleQueue[Step] = SimpleQueue()
+        try:
+            while (steps := execution.begin()) or running:
+                for step in steps:
+                    work = Work(self._perform, {"execution": execution, "step": step}, step.name)
+                    work.when_over(lambda step=step: over.put(step))  # type: ignore[misc]
+                    running[step.name] = work
+                    work.start()
+                ended = over.get()
+                execution.ended(ended, running.pop(ended.name).result)
+        except BaseException:
+            for work in running.values():
+                if not work.take_back():
+                    work.wait(None)
             raise
 
-    def _call(self, each: Step, arguments: dict[str, Any], sources: dict[str, str]) -> Call:
-        version = each.options.version
-        environment = functions.environment(version) if version else each.takes.environment
-        # A parameter without an annotation takes an output as what it was returned as.
-        types = {name: self._steps[source].options.returns for name, source in sources.items()}
-        returned = {name: kind for name, kind in types.items() if kind is not None}
-        return Call(
-            each.name, arguments, each.fn, each.options, environment, True, self._payload_limit, returned | each.parameters,
-            place=each.name, after=each.depends_on,
-        )  # fmt: skip
+    def _perform(self, execution: Execution, step: Step) -> Any:
+        return perform(self, execution.run, execution.call(step), is_async=False)
 
-    @staticmethod
-    def _result(payload: bytes, sinks: list[Step]) -> Any:
-        plain = canonical.decode(payload)
-        if len(sinks) == 1:
-            return canonical.rebuild(sinks[0].options.returns, plain)
-        return {sink.name: canonical.rebuild(sink.options.returns, plain[sink.name]) for sink in sinks}
+    def _is_inside(self) -> bool:
+        """Whether a step of this very run asks: it would wait for itself."""
+        inside = step_variable.get()
+        return inside is not None and inside.run_id == self.run_id
 
-    def _sinks(self, order: list[Step]) -> list[Step]:
-        needed = {dependency for each in order for dependency in each.depends_on}
-        return [each for each in order if each.name not in needed]
+    def _checked(self, given: dict[str, Any]) -> tuple[list[Step], Draft]:
+        """The steps in their order, and the run's first entry. Raises where anything is wrong with the pipeline or its input."""
+        order = self._order()
+        self._check(order, given)
+        hints = functions.together(hint for step in order for hint in step.parameters.values())
+        goal = f"pipeline {self.run_id}"
+        return order, runs.created(goal, given, pipeline=True, limit=self._payload_limit, declared=hints)
 
     def _order(self) -> list[Step]:
         """The steps, each after those it depends on, else as they were registered."""
@@ -225,16 +406,16 @@ class RunLedger(Ledger):
                     raise InvalidPipeline(
                         f"step {each.name!r} depends on {dependency!r}, which is no step. Nothing was run."
                     )
-        order: dict[str, Step] = {}
-        waiting = list(self._steps.values())
-        while waiting:
-            ready = [each for each in waiting if all(dependency in order for dependency in each.depends_on)]
-            if not ready:
-                circle = ", ".join(repr(each.name) for each in waiting)
-                raise InvalidPipeline(f"the steps {circle} depend on each other in a circle. Nothing was run.")
-            order[ready[0].name] = ready[0]
-            waiting.remove(ready[0])
-        return list(order.values())
+        graph, steps = _graph(self._steps.values()), list(self._steps.values())
+        numbers = {step.name: number for number, step in enumerate(steps)}
+        ready: list[int] = []
+        order: list[Step] = []
+        while graph.is_active():
+            for name in graph.get_ready():
+                heappush(ready, numbers[name])
+            order.append(steps[heappop(ready)])
+            graph.done(order[-1].name)
+        return order
 
     def _check(self, order: list[Step], given: dict[str, Any]) -> None:
         """Bind everything once without values: what is missing or left over is refused before anything runs."""
@@ -247,4 +428,4 @@ class RunLedger(Ledger):
             raise InvalidArguments(f"no step takes {', '.join(map(repr, extra))} of execute(). Nothing was run.")
 
 
-__all__ = ["RunLedger", "Step"]
+__all__ = ["RunLedger", "Schedule", "Step"]

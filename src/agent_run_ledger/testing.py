@@ -238,6 +238,44 @@ class StoreContract:
         assert store.read("r", 7) == []
         assert store.read("unknown") == []
 
+    def test_read_gives_as_many_entries_as_asked_for(self, store: Store) -> None:
+        lease = _create(store, "r")
+        store.append("r", lease.token, 0, [a_row(seq) for seq in range(2, 8)], synced=False)
+        assert [row.seq for row in store.read("r", limit=2)] == [1, 2]
+        assert [row.seq for row in store.read("r", 2, limit=4)] == [3, 4, 5, 6]
+        assert [row.seq for row in store.read("r", 6, limit=4)] == [7]
+        assert store.read("r", 7, limit=4) == []
+        assert store.read("r", limit=0) == []
+        assert store.read("unknown", limit=4, payloads_up_to=4) == []
+
+    def test_payloads_that_are_longer_than_asked_for_are_left_out_and_their_digests_are_not(self, store: Store) -> None:
+        lease = _create(store, "r", rows=[a_row(1, "created", b"1234")])
+        kept_twice = b"x" * 200_000
+        rows = [a_row(2, payload=b""), a_row(3, payload=b"12345"), a_row(4), a_row(5, payload=kept_twice)]
+        rows += [a_row(6, payload=kept_twice), a_row(7, payload=b"y" * 60_000)]
+        rows += [Row(8, "note", None, None, b"{}", b"r" * 32, b"no digest", None, None, "aes")]
+        store.append("r", lease.token, 0, rows, synced=False)
+        whole = store.read("r")
+        for most in (0, 4, 5, 60_000, 199_999, 200_000):
+            short = store.read("r", payloads_up_to=most)
+            assert short == [
+                row._replace(payload=None)
+                if row.payload is not None and row.digest is not None and len(row.payload) > most
+                else row
+                for row in whole
+            ]
+        assert store.read("r", 4, limit=2, payloads_up_to=4) == [row._replace(payload=None) for row in rows[3:5]]
+
+    def test_the_payload_of_one_entry_is_read_byte_for_byte(self, store: Store) -> None:
+        lease = _create(store, "r")
+        payloads = [b"", b"\x00\xff", None, b"x" * 60_000, b"y" * 300_000, b"y" * 300_000]
+        rows = [a_row(seq, payload=payload) for seq, payload in enumerate(payloads, start=2)]
+        rows.append(Row(8, "note", None, None, b"{}", b"r" * 32, b"z" * 300_000, None, None, "zlib"))
+        store.append("r", lease.token, 0, rows, synced=False)
+        assert [store.payload("r", seq) for seq in range(2, 9)] == [row.payload for row in rows]
+        for run_id, seq in (("r", 9), ("r", 0), ("r", -1), ("unknown", 1)):
+            assert store.payload(run_id, seq) is None
+
     def test_an_old_token_appends_nothing(self, store: Store, clock: FakeClock) -> None:
         old = _create(store, "r", lease_seconds=30.0)
         clock.advance(31.0)
@@ -715,6 +753,7 @@ class StoreContract:
             lambda: store.renew("r", lease.token, 30.0),
             lambda: store.append("r", lease.token, 0, [a_row(2)], synced=True),
             lambda: store.read("r"),
+            lambda: store.payload("r", 1),
             lambda: store.head("r"),
             lambda: list(store.summaries()),
             lambda: store.post("r", "cancel", b"", "operator", 1.0),

@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from agent_run_ledger import AgentRunLedger, RunLedger, Step, current_step
+from agent_run_ledger import AgentRunLedger, Effect, RunLedger, Step, current_step
 from agent_run_ledger.contract import Row, Store
+from agent_run_ledger.drivers.context import StepContext
 from agent_run_ledger.drivers.sync import SyncDriver
-from agent_run_ledger.engine.history import History
+from agent_run_ledger.engine.history import KEPT_BYTES, History
 from agent_run_ledger.errors import StoreFull
+from agent_run_ledger.model import RunState
 from agent_run_ledger.stores.memory import MemoryStore
 from agent_run_ledger.stores.sqlite import SqliteStore
 from agent_run_ledger.testing import FakeClock
 
 RUN = "run"
 LEASE_SECONDS = 3600.0
-WRITES = frozenset({"create", "claim", "append", "release", "annotate", "post"})
+WRITES = frozenset({"create", "claim", "append", "append_all", "release", "annotate", "post"})
 
 
 class Crash(BaseException):
@@ -33,6 +36,7 @@ class Seen:
     """One real call, as the outside world saw it."""
 
     life: int
+    run: str
     tool: str
     key: str
     attempt: int
@@ -52,6 +56,10 @@ class World:
         """Promises that were seen broken inside a step, where an assertion would pass for the step's own failure."""
         self.settled: list[set[str]] = []
         """For each life, the keys of the steps that nobody may call any more, as it began."""
+        self.heard: list[list[Any]] = []
+        """For each life, what its program was told, in the order in which it was told."""
+        self.agents: set[str] = set()
+        """The names of agents: a step of that name is a run of its own, and nobody outside sees its call."""
         self._folder = folder
         self._memory = MemoryStore(clock=self.clock) if folder is None else None
 
@@ -63,10 +71,14 @@ class World:
 
     @contextmanager
     def life(
-        self, die_at: int | None = None, full_at: int | None = None, interrupt_at: int | None = None
-    ) -> Iterator[Life]:
+        self,
+        die_at: int | None = None,
+        full_at: int | None = None,
+        interrupt_at: int | None = None,
+        kind: type[AnyLife] | None = None,
+    ) -> Iterator[AnyLife]:
         """One process, from its start until it ends or dies. A `Crash` goes no further than this block."""
-        life = Life(self, die_at, full_at, interrupt_at)
+        life: Any = (kind or Life)(self, die_at, full_at, interrupt_at)
         try:
             yield life
         except Crash:
@@ -102,7 +114,9 @@ class Life:
         self.mortal: Any = MortalStore(self.store, self)
         self._ledgers: list[AgentRunLedger | RunLedger] = []
         self._pipeline: RunLedger | None = None
-        world.settled.append({step.key for step in self.log().positions.values() if _is_settled(step)})
+        world.heard.append([])
+        logs = [self.log(run_id) for run_id in self.runs()]
+        world.settled.append({step.key for log in logs for step in log.positions.values() if _is_settled(step)})
         # No heartbeat comes on its own: time is the test's.
         self.options: dict[str, Any] = {
             "clock": world.clock,
@@ -146,9 +160,13 @@ class Life:
             self.store._owners.abandon()
             self.store.close()
 
-    def log(self) -> History:
-        """The run as it stands in the store."""
-        return History.read(RUN, self.store.secret(RUN), self.store.read(RUN))
+    def runs(self) -> list[str]:
+        """The runs in the store."""
+        return [summary.head.run_id for summary in self.store.summaries()]
+
+    def log(self, run_id: str = RUN) -> History:
+        """A run as it stands in the store."""
+        return History.read(run_id, self.store.secret(run_id), self.store.read(run_id))
 
     # --- what flows are made of ---------------------------------------------------------------------------------------
 
@@ -156,21 +174,30 @@ class Life:
         """A function whose calls are seen. `does(given, n)` is told how often this very call has been seen by now."""
 
         def call(given: Any) -> Any:
-            context = current_step()
-            self._expect_intent(context.idempotency_key, context.attempt)
-            try:
-                self.expect_live_equals_stored()
-            except AssertionError as error:
-                self.world.broken.append(f"the live run is not the stored one: {error}")
-            self.tick(f"in {name}, before its effect")
-            seen = Seen(
-                self.number, name, context.idempotency_key, context.attempt, repr(given), self.world.clock.now()
-            )
-            self.world.calls.append(seen)
-            self.tick(f"in {name}, after its effect")
-            return does(given, len(self.world.seen(context.idempotency_key)))
+            return does(given, self.takes_effect(name, given))
 
         return call
+
+    def takes_effect(self, name: str, given: Any) -> int:
+        """The calling step does what the outside world sees. Returns how often it has seen this very call by now."""
+        context = current_step()
+        if self.is_dead:
+            raise Crash
+        self._expect_intent(context)
+        try:
+            self.expect_live_equals_stored()
+        except AssertionError as error:
+            self.world.broken.append(f"the live run is not the stored one: {error}")
+        self.tick(f"in {name}, before its effect")
+        key, at = context.idempotency_key, self.world.clock.now()
+        self.world.calls.append(Seen(self.number, context.run_id, name, key, context.attempt, repr(given), at))
+        self.tick(f"in {name}, after its effect")
+        return len(self.world.seen(key))
+
+    def hears(self, told: Any) -> None:
+        """The program knows this now: whatever it does next may depend on it."""
+        if not self.is_dead:
+            self.world.heard[self.number].append(told)
 
     def step(self, name: str, given: Any, does: Callable[[Any, int], Any] | None = None, **options: Any) -> Any:
         """One step of face B. What it returns must be in the store by then, and the live run must be what the store says."""
@@ -186,17 +213,18 @@ class Life:
             self.expect_live_equals_stored()
 
     def expect_live_equals_stored(self) -> None:
-        """Whoever holds the run knows of it what the store says, no more and no less."""
+        """Whoever holds a run knows of it what the store says, no more and no less."""
         for ledger in self._ledgers:
-            run = ledger._leases.run(RUN)
-            if not self.is_dead and run.is_held:
-                assert facts(run.history) == facts(self.log())
+            for run in ledger._leases.held():
+                with run.lock:
+                    if not self.is_dead and run.is_held:
+                        assert facts(run.history) == facts(self.log(run.run_id))
 
-    def _expect_intent(self, key: str, attempt: int) -> None:
-        last: Row = self.store.read(RUN)[-1]
-        written = self.log().positions.get(last.position or "")
-        if last.kind != "intent" or written is None or (written.key, written.attempts) != (key, attempt):
-            self.world.broken.append(f"{key}, attempt {attempt}, was dispatched and its intent is not in the store")
+    def _expect_intent(self, context: StepContext) -> None:
+        step = self.log(context.run_id).positions.get(context.position)
+        written = None if step is None else (step.key, step.attempts, step.outcome)
+        if written != (context.idempotency_key, context.attempt, None):
+            self.world.broken.append(f"{context.tool_name} was dispatched, and the log says {written} of it")
 
 
 class MortalStore:
@@ -219,6 +247,10 @@ class MortalStore:
                 self._life.appends += 1
                 if self._life.appends == self._life.full_at:
                     raise StoreFull("the disk is full")
+            elif verb == "append_all":
+                self._life.appends += 1
+                if self._life.appends == self._life.full_at:  # it raises nothing, and tells each of them
+                    return [StoreFull("the disk is full") for _ in arguments[0]]
             answer = perform(*arguments, **options)
             self._life.tick(f"after {verb}")
             return answer
@@ -243,6 +275,9 @@ class MortalDriver(SyncDriver):
         return answer
 
 
+AnyLife = TypeVar("AnyLife", bound=Life)
+
+
 def _is_settled(step: Any) -> bool:
     """Whether a step has an outcome that stands: any but a failure that nothing has followed."""
     return bool(step.stands)
@@ -260,29 +295,57 @@ def facts(history: Any) -> Any:
     said = vars(history) if hasattr(history, "__dict__") else {name: getattr(history, name, None) for name in slots}
     # The rule's memory is no part of the log; what it made of it is known to those who fold with a rule.
     ignored = ("_rule", "verdict", "looping")
-    return {name: facts(value) for name, value in said.items() if name not in ignored}
+    told = {name: facts(value) for name, value in said.items() if name not in ignored}
+    for name in ("arguments", "payload"):  # what is long is not kept in memory, its digest is
+        if isinstance(told.get(name), bytes) and len(told[name]) > KEPT_BYTES:
+            told[name] = None
+    return told
 
 
-def judge(world: World, rows: list[Row], log: History, findings: list[Any]) -> None:
-    """Hold a run to its promises after its last life, whatever happened in between."""
+def judge(world: World, reader: Life) -> None:
+    """Hold all runs to their promises after their last life, whatever happened in between."""
     assert world.broken == []
-    assert findings == []
-    steps = {step.key: step for step in log.positions.values()}
+    assert reader.ledger.verify().findings == []
+    logs = {run_id: reader.log(run_id) for run_id in reader.runs()}
+    steps = {step.key: (run_id, step) for run_id, log in logs.items() for step in log.positions.values()}
     for call in world.calls:
         assert call.key in steps, f"{call.tool} was called and is not in the log"
         assert call.key not in world.settled[call.life], f"{call.tool} has an outcome and was called again"
-    for key, step in steps.items():
+    for key, (run_id, step) in steps.items():
         seen = world.seen(key)
+        assert {call.run for call in seen} <= {run_id}
         assert len({call.given for call in seen}) <= 1, f"{step.tool} was given other arguments"
         assert len(seen) <= step.attempts, f"{step.tool} was called without an intent"
         assert max(Counter((call.life, call.attempt) for call in seen).values(), default=0) <= 1
-        if _is_settled(step):
-            assert seen or step.outcome is None or step.outcome.ok == "cancelled"
+        if _is_settled(step) and step.outcome is not None and step.outcome.ok != "cancelled":
+            assert seen or step.tool in world.agents, f"{step.tool} has an outcome and was never called"
+    for run_id in logs:
+        judge_log(run_id, reader.store.read(run_id))
+    for earlier, later in itertools.combinations([heard for heard in world.heard if heard], 2):
+        shorter = min(len(earlier), len(later))
+        assert earlier[:shorter] == later[:shorter], "a program was told something else than the one before it"
+
+
+def judge_log(run_id: str, rows: list[Row]) -> None:
+    """Hold one run's entries to what must be true after each of them."""
     retry_at: dict[str | None, float] = {}
+    mutating: dict[str | None, str] = {}
+    in_flight: set[str | None] = set()
+    log = History(run_id, b"")
     for row in rows:
         body = json.loads(row.body)
+        log.absorb(row, body)
         if row.kind == "intent":
             assert body["at"] >= retry_at.pop(row.position, 0.0), f"{body['tool']} was tried again before its time"
-        elif "retry_at" in body:
+            assert mutating.get(row.position, "outcome") == "outcome", f"{body['tool']} in doubt was dispatched again"
+            in_flight.add(row.position)
+        elif row.position in in_flight and row.kind in ("outcome", "parked"):
+            in_flight.remove(row.position)
+        if "retry_at" in body:
             retry_at[row.position] = body["retry_at"]
             assert body["retry_at"] == body["at"] + body["wait"]
+        if body.get("effect") == Effect.MUTATE or row.position in mutating:
+            mutating[row.position] = row.kind
+        if row.kind in ("intent", "outcome") or (row.kind == "parked" and row.position is not None):
+            quiet = RunState.BLOCKED if log.waiting else RunState.CHECKPOINTED
+            assert body["state"] == (RunState.RUNNING if in_flight else quiet), f"after entry {row.seq}, {row.kind}"

@@ -13,19 +13,20 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import AbstractContextManager, suppress
 from typing import Any, Protocol, TypeVar, cast
 
-from agent_run_ledger.contract import Append, Clock, Store
+from agent_run_ledger.contract import Clock, Store
 from agent_run_ledger.drivers.context import StepContext, callers, step_variable
 from agent_run_ledger.drivers.leases import POLL_SECONDS, HeldRun, Leases
 from agent_run_ledger.drivers.sync import SyncDriver
+from agent_run_ledger.drivers.together import Together
 from agent_run_ledger.drivers.workers import Work
 from agent_run_ledger.drivers.writer import Writer
 from agent_run_ledger.engine import runs
 from agent_run_ledger.engine.call import Call
-from agent_run_ledger.engine.commit import Prepared, prepare
 from agent_run_ledger.engine.effects import (
     Ask,
     AwaitLate,
     Commit,
+    Fetch,
     Flow,
     GiveBack,
     Invoke,
@@ -40,11 +41,9 @@ from agent_run_ledger.engine.effects import (
 from agent_run_ledger.engine.live import Branch
 from agent_run_ledger.engine.steps import step
 from agent_run_ledger.engine.turns import Turns
-from agent_run_ledger.errors import InvalidArguments, LedgerError, ReplayStalledWarning, RunOwned, StoreError
+from agent_run_ledger.errors import InvalidArguments, LedgerError, ReplayStalledWarning, RunOwned
 
 T = TypeVar("T")
-
-CLOSED = inspect.CORO_CLOSED
 
 TURNS_OF_THE_LOOP = 8
 """How long the next outcome is held back after one was handed out, so that whoever awaited that one has run on."""
@@ -85,6 +84,29 @@ def mark_as_coroutine_function(wrapper: Callable[..., Any]) -> None:
         wrapper._is_coroutine = asyncio.coroutines._is_coroutine  # type: ignore[attr-defined]
 
 
+async def pause(clock: Clock, seconds: float) -> None:
+    """Let `seconds` pass by this clock: one that a test moves is moved."""
+    if clock.sleep is time.sleep:
+        await asyncio.sleep(seconds)
+    else:
+        clock.sleep(seconds)
+        await asyncio.sleep(0)
+
+
+async def in_time(
+    function: Callable[[], Awaitable[T]], seconds: float | None, out_of_time: Callable[[], TimeoutError]
+) -> T:
+    """What an async function returns. Where it does not return in `seconds` it is cancelled, and `out_of_time` says so."""
+    limit = asyncio.timeout(seconds)
+    try:
+        async with limit:
+            return await function()
+    except TimeoutError:
+        if limit.expired():
+            raise out_of_time() from None
+        raise
+
+
 class _Item:
     """Something that is to be written in its turn, and perhaps somebody who waits for it."""
 
@@ -114,7 +136,6 @@ class _Pending(_Item):
         self.run = run
         self.effect = effect
         self.is_abandoned = False
-        """Whether the one who awaited it was cancelled. It is done all the same: what it says may be written by now."""
 
 
 class _Job(_Item):
@@ -166,6 +187,7 @@ class AsyncDriver:
         self._leases = leases
         self._synced = durability == "full"
         self._in_loop = _InLoop()
+        self._together: Together[_Pending] = Together(store, clock, leases, sync, synced=self._synced)
         self._writer: Writer[_Item] = Writer(self._write)
 
     # --- what faces ask for -------------------------------------------------------------------------------------------
@@ -174,12 +196,11 @@ class AsyncDriver:
         """The program makes this call now; whoever awaits what this returns gets its outcome. Raises `UnorderedStep`."""
         self.sync.make(run, call)
         made = self._outcome(run, call)
-        seen = weakref.ref(made)
-        call.is_dropped = lambda: (coroutine := seen()) is None or inspect.getcoroutinestate(coroutine) == CLOSED
+        call.coroutine = weakref.ref(made)
         return made
 
     async def _outcome(self, run: HeldRun, call: Call) -> Any:
-        call.is_dropped = bool  # it has begun, and says itself how it ends
+        call.coroutine = None  # it has begun, and says itself how it ends
         call.task = asyncio.current_task()
         return await self.obey(step(run, call))
 
@@ -321,15 +342,67 @@ class AsyncDriver:
 
         return call
 
+    def in_a_thread(self, run: HeldRun, function: Callable[..., T], name: str) -> Callable[..., Coroutine[Any, Any, T]]:
+        """A step's plain function as an async one: it is called in a thread of its own.
+
+        Where that is cancelled the thread goes on; what it returns is its step's late outcome.
+        """
+
+        async def call(**arguments: Any) -> T:
+            work, inside = Work(function, arguments, name), step_variable.get()
+            try:
+                await _over(work)
+            except BaseException:
+                if inside is not None and not work.take_back():
+                    run.leave_running(inside.position, work)
+                raise
+            if work.result.error is not None:
+                raise work.result.error
+            value = work.result.value
+            return cast(T, await value if hasattr(type(value), "__await__") else value)
+
+        return call
+
     @staticmethod
-    def run(program: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    async def side_by_side(
+        begin: Callable[[], Sequence[T]], work: Callable[[T], Coroutine[Any, Any, Any]], ended: Callable[[T, Result], None]
+    ) -> None:
+        """Work on what `begin` gives, each in a task of its own, and tell `ended` of each, until there is nothing left to begin.
+
+        `begin` is asked at first, and whenever a task has ended. Where this is cancelled the tasks are, and the cancellation goes on
+        its way when the last of them has ended.
+        """
+        running: dict[asyncio.Task[Any], T] = {}
+        over: asyncio.Queue[asyncio.Task[Any]] = asyncio.Queue()
+        try:
+            while True:
+                for each in begin():
+                    task = asyncio.create_task(work(each))
+                    running[task] = each
+                    task.add_done_callback(over.put_nowait)
+                if not running:
+                    return
+                task = await over.get()
+                ended(running.pop(task), _result_of(task))
+        except BaseException as error:
+            for task in running:
+                task.cancel()
+            while running and not isinstance(error, GeneratorExit):  # which must not await
+                with suppress(asyncio.CancelledError):  # once is enough: a task may be busy with cleaning up
+                    task = await over.get()
+                    del running[task]
+                    _result_of(task)  # so that nobody says it was never asked for
+            raise
+
+    @staticmethod
+    def run(program: Callable[[], Coroutine[Any, Any, T]], instead: str = "arun") -> T:
         """Run an async program to its end from a thread that has no event loop."""
         try:
             asyncio.get_running_loop()
         except RuntimeError:
             return asyncio.run(program())
         raise InvalidArguments(
-            "an event loop runs in this thread, which must not wait: `await ledger.arun(...)` instead; nothing was started"
+            f"an event loop runs in this thread, which must not wait: `await ledger.{instead}(...)` instead; nothing was started"
         )
 
     def close(self) -> None:
@@ -342,7 +415,7 @@ class AsyncDriver:
     async def _perform_seldom(self, effect: Ask) -> Any:
         if isinstance(effect, Wait):
             return await self._wait(effect)
-        if isinstance(effect, Warn):
+        if isinstance(effect, Warn | Fetch):  # to read a value costs less than to decode it, and waits for no sync
             return self.sync.perform(effect)
         if isinstance(effect, Quiet):
             return await self._wait_for_quiet(cast(HeldRun, effect.run))
@@ -357,7 +430,7 @@ class AsyncDriver:
     async def _commit(self, effect: Commit) -> Any:
         run = cast(HeldRun, effect.run)
         loop = asyncio.get_running_loop()
-        if run.turns is None:
+        if run.turns is None and not run.history.pipeline:  # whose steps are known by name, in whatever order they come
             await self._begin_order(run)
         if effect.is_recorded and (plan := self._look_up(run, effect)) is not None:
             self._in_loop.replayed += 1
@@ -453,11 +526,10 @@ class AsyncDriver:
                     value = await value
                 return Result(value, None)
         except TimeoutError as error:
-            if not limit.expired():
-                return Result(None, error)
-            if work is not None and not work.is_over:
+            return Result(None, out_of_time if limit.expired() else error)
+        finally:  # also where it is cancelled
+            if work is not None and not (work.is_over or work.take_back()):
                 run.leave_running(effect.step.position, work)
-            return Result(None, out_of_time)
 
     async def _await_late(self, effect: AwaitLate) -> Result | None:
         run = cast(HeldRun, effect.run)
@@ -466,14 +538,16 @@ class AsyncDriver:
             return None
         loop = asyncio.get_running_loop()
         end = None if effect.at_most is None else loop.time() + effect.at_most
-        with run:
-            while not work.is_over:
-                left = 1.0 if end is None else min(1.0, end - loop.time())
-                if left <= 0 or run.is_cancelled:
-                    return None
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(left):
-                        await _over(work)
+        over = loop.create_task(_over(work))
+        try:
+            with run:
+                while not over.done():
+                    left = 1.0 if end is None else min(1.0, end - loop.time())
+                    if left <= 0 or run.is_cancelled:
+                        return None
+                    await asyncio.wait({over}, timeout=left)
+        finally:
+            over.cancel()
         run.let_go_of(effect.position)
         return work.result
 
@@ -485,12 +559,8 @@ class AsyncDriver:
                 await self.pause(min(left, 1.0))
 
     async def pause(self, seconds: float) -> None:
-        """Let `seconds` pass, by the clock of the ledger: one that a test moves is moved."""
-        if self._clock.sleep is time.sleep:
-            await asyncio.sleep(seconds)
-        else:
-            self._clock.sleep(seconds)
-            await asyncio.sleep(0)
+        """Let `seconds` pass, by the clock of the ledger."""
+        await pause(self._clock, seconds)
 
     @staticmethod
     async def _wait_for_quiet(run: HeldRun) -> None:
@@ -589,18 +659,12 @@ class AsyncDriver:
 
     def _write(self, items: list[_Item], is_inline: bool = False) -> None:
         """Write everything that has come together, the commits of all runs in one transaction."""
-        answers: _Answers = []
-        waiting: dict[HeldRun, list[_Pending]] = {}
-        jobs = []
+        commits: list[_Pending] = []
+        jobs: list[_Job] = []
         for item in items:
-            if not isinstance(item, _Pending):
-                jobs.append(cast(_Job, item))
-            elif (line := waiting.get(item.run)) is None:
-                waiting[item.run] = [item]
-            else:
-                line.append(item)
-        while waiting:
-            waiting = self._write_together(waiting, answers, is_inline)
+            (commits if isinstance(item, _Pending) else jobs).append(item)  # type: ignore[arg-type]
+        # The loop waits for no sync.
+        answers: _Answers = list(self._together.write(commits, self._writer.put if is_inline else None))
         for job in jobs:
             value, error = None, None
             try:
@@ -619,132 +683,17 @@ class AsyncDriver:
             with suppress(RuntimeError):  # the loop is closed, and nobody waits any more
                 loop.call_soon_threadsafe(_resolve, its)
 
-    def _write_together(
-        self,
-        waiting: dict[HeldRun, list[_Pending]],
-        answers: _Answers,
-        is_inline: bool,
-    ) -> dict[HeldRun, list[_Pending]]:
-        """One transaction. Returns what has to wait for the next one: more of a run, or what has to be decided anew."""
-        left: dict[HeldRun, list[_Pending]] = {}
-        ready: list[tuple[HeldRun, list[_Pending], Prepared]] = []
-        locked: list[HeldRun] = []
-        synced = False
-        in_order = (
-            waiting if len(waiting) == 1 else sorted(waiting, key=_run_id)
-        )  # so that two who write wait in one order
-        try:
-            for run in in_order:
-                run.lock.acquire()
-                locked.append(run)
-                line = self._fit(run, waiting[run], answers)
-                if not line:
-                    continue
-                try:
-                    prepared = self._prepare(run, line)
-                except Exception as error:  # one of them is impossible: the others are decided without it
-                    answers.append((line[0], None, error))
-                    if line[1:]:
-                        left[run] = line[1:]
-                    continue
-                if line[len(prepared.plans) :]:
-                    left[run] = line[len(prepared.plans) :]
-                if not prepared.sealed:
-                    self._answer(run, line, prepared, answers)
-                elif is_inline and prepared.synced:
-                    left.pop(run, None)
-                    for pending in line:  # the loop waits for no sync
-                        self._writer.put(pending)
-                else:
-                    synced = synced or (self._synced if prepared.synced is None else prepared.synced)
-                    ready.append((run, line, prepared))
-            if ready:
-                self._append(ready, synced, answers, left)
-        finally:
-            for run in locked:
-                run.lock.release()
-        return left
-
-    def _fit(self, run: HeldRun, line: list[_Pending], answers: _Answers) -> list[_Pending]:
-        """Those of the commits for which the run is still ours, and the run made ready for them."""
-        fit = []
-        for pending in line:
-            try:
-                if pending.effect.token is not None:
-                    self._leases.require(run, pending.effect.token)
-                elif run.is_held and self._clock.elapsed() < run.expires:
-                    run.is_touched = True
-                else:
-                    self._leases.hold(run)
-                if run.owed:
-                    self.sync.pay(run)
-                fit.append(pending)
-            except BaseException as error:
-                answers.append((pending, None, error))
-        return fit
-
-    def _prepare(self, run: HeldRun, line: list[_Pending]) -> Prepared:
-        # A program that was interrupted goes on behind what it left: that is decided on what stands in the log.
-        together = line[:1] if run.interrupted else line
-        return prepare(run, [pending.effect.decide for pending in together], Moment(self._clock.now(), random.random()))
-
-    def _append(
-        self,
-        ready: list[tuple[HeldRun, list[_Pending], Prepared]],
-        synced: bool,
-        answers: _Answers,
-        left: dict[HeldRun, list[_Pending]],
-    ) -> None:
-        appends = [
-            Append(run.run_id, run.token, run.inbox, [row for row, _ in prepared.sealed]) for run, _, prepared in ready
-        ]
-        try:
-            written = self._store.append_all(appends, synced=synced)
-        except BaseException as error:
-            for run, line, prepared in ready:
-                self._leases.failed(run, prepared.drafts, error)
-                answers += [(pending, None, error) for pending in line[: len(prepared.plans)]]
-            if not isinstance(error, Exception):
-                raise
-            return
-        for (run, line, prepared), answer in zip(ready, written, strict=True):
-            if answer is True:
-                run.absorb(prepared.sealed)
-                self._answer(run, line, prepared, answers)
-                continue
-            if answer is False:
-                try:
-                    self._leases.fetch_requests(run)
-                    left[run] = line  # decided anew, with what others ask of the run
-                    continue
-                except StoreError as error:
-                    answer = error
-            self._leases.failed(run, prepared.drafts, answer)
-            answers += [(pending, None, answer) for pending in line[: len(prepared.plans)]]
-
-    @staticmethod
-    def _answer(
-        run: HeldRun,
-        line: list[_Pending],
-        prepared: Prepared,
-        answers: _Answers,
-    ) -> None:
-        for pending, plan in zip(line, prepared.plans, strict=False):
-            run.replayed += plan.is_replay
-            answers.append((pending, plan.answer, plan.error))
-            if pending.is_abandoned:  # its call has ended, so that nobody else would say that it is not in flight
-                for draft in plan.drafts:
-                    if draft.kind == "intent":
-                        run.in_flight.pop(draft.position or "", None)
-
-
-def _run_id(run: HeldRun) -> str:
-    return run.run_id
-
 
 def _resolve(answers: _Answers) -> None:
     for item, value, error in answers:
         item.resolve(value, error)
+
+
+def _result_of(task: asyncio.Task[Any]) -> Result:
+    if task.cancelled():
+        return Result(None, asyncio.CancelledError())
+    error = task.exception()
+    return Result(None if error is not None else task.result(), error)
 
 
 async def _over(work: Work) -> None:

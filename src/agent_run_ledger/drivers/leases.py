@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any
 
 from agent_run_ledger.contract import Clock, Store
+from agent_run_ledger.drivers import reading
 from agent_run_ledger.drivers.workers import Work
 from agent_run_ledger.engine.history import History
 from agent_run_ledger.engine.live import LiveRun
@@ -170,15 +171,14 @@ class Leases:
             return
         expires = self._clock.elapsed() + self._lease_seconds
         lease = self._store.claim(run.run_id, self.owner, self._lease_seconds)
-        if self._store.read(run.run_id, after=run.history.size):  # its last owner wrote on until just now
+        if self._store.read(
+            run.run_id, run.history.size, limit=1, payloads_up_to=0
+        ):  # its last owner wrote on until just now
             run.history = self._read(run.run_id)
         self._took(run, lease.token, expires)
 
     def _read(self, run_id: str) -> History:
-        rows = self._store.read(run_id)
-        if not rows:
-            raise RunNotFound(run_id)
-        return History.read(run_id, self._store.secret(run_id), rows, self._rule())
+        return reading.read(self._store, run_id, self._rule())
 
     def _took(self, run: HeldRun, token: int, expires: float) -> None:
         positions = run.history.positions

@@ -18,6 +18,7 @@ from agent_run_ledger.engine.effects import (
     Ask,
     AwaitLate,
     Commit,
+    Fetch,
     Flow,
     Invoke,
     Moment,
@@ -84,6 +85,8 @@ class SyncDriver:
             return self._wait_for_quiet(effect)
         if isinstance(effect, AwaitLate):
             return self._await_late(effect)
+        if isinstance(effect, Fetch):
+            return self._store.payload(effect.run.run_id, effect.seq)
         with suppress(StoreError):  # what made the flow let go is the news; the lease runs out by itself
             self.give_back(cast(HeldRun, effect.run), effect.note)
         return None
@@ -120,15 +123,19 @@ class SyncDriver:
         with run.lock:
             return self._decide(run, effect)
 
-    def _decide(self, run: HeldRun, effect: Commit) -> Any:
-        if effect.token is not None:
-            self._leases.require(run, effect.token)
+    def make_ready(self, run: HeldRun, token: int | None) -> None:
+        """Hold the run, under its lock, known up to its last entry and with nothing owed to it. Raises where it is not ours."""
+        if token is not None:
+            self._leases.require(run, token)
         elif run.is_held and self._clock.elapsed() < run.expires:
             run.is_touched = True  # the usual case, without a further call
         else:
             self._leases.hold(run)
         if run.owed:
             self.pay(run)
+
+    def _decide(self, run: HeldRun, effect: Commit) -> Any:
+        self.make_ready(run, effect.token)
         while True:
             prepared = prepare(run, (effect.decide,), Moment(self._clock.now(), random.random()))
             sealed, synced = prepared.sealed, prepared.synced
@@ -187,11 +194,14 @@ class SyncDriver:
     def _in_a_thread(self, run: HeldRun, effect: Invoke, seconds: float) -> Result:
         """The function's result, or a `TimeoutError` after `seconds`; the thread is left to itself then."""
         work = Work(effect.function, effect.arguments, effect.step.tool)
-        work.start()
-        if work.wait(seconds):
-            return work.result
-        with run.lock:
-            run.leave_running(effect.step.position, work)
+        try:
+            work.start()
+            if work.wait(seconds):
+                return work.result
+        finally:  # also where an interrupt ends the wait
+            if not (work.is_over or work.take_back()):
+                with run.lock:
+                    run.leave_running(effect.step.position, work)
         return Result(None, TimeoutError(f"no result within {seconds:g} s"))
 
     def _await_late(self, effect: AwaitLate) -> Result | None:

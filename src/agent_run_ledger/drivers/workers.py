@@ -37,12 +37,14 @@ class Work:
         self._to_tell: dict[object, Callable[[], object]] = {}
 
     def start(self) -> None:
-        """Have the function called. Does not wait for it.
+        """Have the function called, unless that was asked before or it was taken back. Does not wait for it.
 
         Raises `RuntimeError` where no thread is to be had: the machine has no more, or the interpreter is shutting down.
         Whatever it raises, an interrupt too, the call is taken back where it has not begun; the error has a note then. Where the
         lack shows a little later, that error is the result.
         """
+        if not self._call:
+            return
         try:
             if sys.is_finalizing():  # a new thread would never have its turn, and its starter wait for that
                 raise RuntimeError("cannot start a thread: the interpreter is shutting down")

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from agent_run_ledger import merkle
 from agent_run_ledger.contract import Head, Request, Row
-from agent_run_ledger.engine.history import History
+from agent_run_ledger.engine.history import KEPT_BYTES, History
 from agent_run_ledger.model import Event, Finding, RunState
 from agent_run_ledger.rules import canonical, digests
 from agent_run_ledger.rules.lifecycle import DELTA
@@ -34,27 +34,29 @@ _EVENTS = {
 
 
 def audit(
-    run_id: str, head: Head | None, secret: bytes, rows: Sequence[Row], requests: Sequence[Request] = ()
+    run_id: str, head: Head | None, secret: bytes, rows: Iterable[Row], requests: Sequence[Request] = ()
 ) -> list[Finding]:
+    """Every finding of one run of which everything is at hand."""
+    auditor = Audit(run_id, secret)
+    for row in rows:
+        auditor.take(row)
+    return auditor.end(head, requests)
+
+
+class Audit:
     """Every finding of one run, in log order: sequence, leaves, roots, columns, digests, keys, lifecycle, fencing, head.
 
-    An erased payload is no finding, its digest in the body still stands. A bare database proves only that it agrees with itself.
+    It takes one whole entry after the other, keeps no long payload, and at the end is told of the head as it is *then*. An erased
+    payload is no finding, its digest in the body still stands. A bare database proves only that it agrees with itself.
     """
-    is_bytes = type(secret) is bytes  # a file holds whatever is written into it
-    auditor = _Auditor(run_id, secret if is_bytes else b"")
-    if not is_bytes:
-        auditor.found(None, "secret", f"the run's secret is of type {type(secret).__name__}, it should be bytes")
-    for row in rows:
-        auditor.entry(auditor.typed(row))
-    auditor.head(head, [request.id for request in requests])
-    return auditor.findings
 
-
-class _Auditor:
     def __init__(self, run_id: str, secret: bytes) -> None:
         self.run_id = run_id
-        self.secret = secret
         self.findings: list[Finding] = []
+        is_bytes = type(secret) is bytes  # a file holds whatever is written into it
+        if not is_bytes:
+            self.found(None, "secret", f"the run's secret is of type {type(secret).__name__}, it should be bytes")
+        self.secret = secret = secret if is_bytes else b""
         self.size = 0
         self.leaves = 0
         self.frontier: list[bytes] = []
@@ -65,6 +67,15 @@ class _Auditor:
         self.seen: set[tuple[str | None, int | None, str]] = set()
         self.history = History(run_id, secret)
         """The fold that everybody else reads runs with; an entry that it cannot take is a finding."""
+
+    def take(self, row: Row) -> None:
+        """The next entry."""
+        self.entry(self.typed(row))
+
+    def end(self, head: Head | None, requests: Sequence[Request]) -> list[Finding]:
+        """There are no more entries: everything that was found."""
+        self.head(head, [request.id for request in requests])
+        return self.findings
 
     def found(self, seq: int | None, code: str, message: str) -> None:
         self.findings.append(Finding(self.run_id, seq, code, message))
@@ -102,6 +113,8 @@ class _Auditor:
         self.columns(row, body)
         self.payload(row, body)
         self.moves(row, body)
+        if row.payload is not None and len(row.payload) > KEPT_BYTES:
+            row = row._replace(payload=None)
         try:
             self.history.absorb(row, body)
         except (LookupError, ValueError, TypeError, AttributeError, AssertionError) as error:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, field
+from itertools import chain
 
 from agent_run_ledger.contract import Row
 from agent_run_ledger.engine.history import History, StepHistory
-from agent_run_ledger.engine.records import step_record
+from agent_run_ledger.engine.records import Payload, step_record
 from agent_run_ledger.errors import StoreCorrupt
 from agent_run_ledger.model import RunState, StepRecord
 
 DAMAGE = (ValueError, LookupError, TypeError, AttributeError, AssertionError, RecursionError)
 """What reading may meet where somebody else has written into the file."""
+
+Pages = Callable[[], Iterator[list[Row]]]
 
 
 @dataclass(slots=True)
@@ -28,13 +31,16 @@ class Readable:
     redispatched: list[int] = field(default_factory=list)
 
 
-def readable(run_id: str, secret: bytes, rows: Sequence[Row]) -> Readable:
-    """Every step of the run that can be read. An entry that cannot be is left out, and `trouble` names the first one."""
-    history, trouble, damaged = _as_far_as_it_goes(run_id, secret, rows)
+def readable(run_id: str, secret: bytes, read: Pages, fetch: Payload) -> Readable:
+    """Every step of the run that can be read. An entry that cannot be is left out, and `trouble` names the first one.
+
+    `read` begins to read the run's entries, as often as it is called.
+    """
+    history, trouble, damaged = _as_far_as_it_goes(run_id, secret, read)
     seen = Readable(trouble)
     for step in history.positions.values():
         try:
-            record = _sound(step_record(run_id, step))
+            record = _sound(step_record(run_id, step, fetch))
         except DAMAGE as error:
             said = f"step {step.number} cannot be read ({type(error).__name__}: {error})"
             seen.trouble = seen.trouble or said
@@ -58,12 +64,15 @@ def last_state(rows: Sequence[Row]) -> RunState:
     return RunState.PENDING
 
 
-def _as_far_as_it_goes(run_id: str, secret: bytes, rows: Sequence[Row]) -> tuple[History, str | None, set[str | None]]:
+def _as_far_as_it_goes(run_id: str, secret: bytes, read: Pages) -> tuple[History, str | None, set[str | None]]:
     """The fold without the entries that it cannot take, what is wrong with the first of them, and where they stand."""
-    try:
-        return History.read(run_id, secret, rows), None, set()
-    except (StoreCorrupt, RecursionError):
-        return _without_damage(run_id, secret, rows)
+    history = History(run_id, secret)
+    for page in read():
+        try:
+            history.take(page)
+        except (StoreCorrupt, RecursionError):
+            return _without_damage(run_id, secret, chain.from_iterable(read()))
+    return history, None, set()
 
 
 def _without_damage(run_id: str, secret: bytes, rows: Iterable[Row]) -> tuple[History, str | None, set[str | None]]:

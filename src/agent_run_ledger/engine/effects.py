@@ -102,6 +102,13 @@ class Wait(NamedTuple):
     at_most: float
 
 
+class Fetch(NamedTuple):
+    """Read the payload of one entry, which is too long to be kept in memory; None where it was erased."""
+
+    run: LiveRun
+    seq: int
+
+
 class GiveBack(NamedTuple):
     """Let go of the run's lease; leave `note` on its head."""
 
@@ -116,7 +123,7 @@ class Warn(NamedTuple):
     text: str
 
 
-Ask = Commit | Invoke | AwaitLate | Turn | Quiet | Wait | GiveBack | Warn
+Ask = Commit | Invoke | AwaitLate | Turn | Quiet | Wait | Fetch | GiveBack | Warn
 
 T = TypeVar("T")
 Flow = Generator[Ask, Any, T]

@@ -17,6 +17,9 @@ from agent_run_ledger.rules.loops import OK, Call, Rule
 _parse = json.JSONDecoder().raw_decode  # bodies have no white space around them, which is what `decode` looks for first
 _STATES = {str(state): state for state in RunState}
 
+KEPT_BYTES = 1024
+"""Arguments and outputs of more bytes are not kept in memory, but fetched where somebody needs them."""
+
 
 def parse(body: bytes) -> dict[str, Any]:
     """An entry's body as a dict. Raises `ValueError` where it is none."""
@@ -46,6 +49,7 @@ class Outcome:
         self.ok: str = body["ok"]
         self.retry_at: float | None = body.get("retry_at")
         self.payload = row.payload
+        """None beside a digest: it is not kept in memory. None without one: it was erased."""
         self.digest = row.digest
         self.salted: str = body["payload"]
 
@@ -72,8 +76,9 @@ class StepHistory:
         self.tool: str = body["tool"]
         self.key: str = body["key"]
         self.input: str = body["payload"]
-        self.dependencies: list[str] = body.get("after", [])
+        self.dependencies: tuple[str, ...] = tuple(body["after"]) if "after" in body else ()
         self.arguments = row.payload
+        """None beside a digest: they are not kept in memory. None without one: they were erased."""
         self.digest = row.digest
         self.fingerprint = row.fingerprint
         self.leaf = row.roots[:32]
@@ -133,6 +138,14 @@ class StepHistory:
         self.state = body["step_state"]
         self.token = body["token"]
         self.version = row.seq
+
+    def let_go_of_long(self) -> None:
+        """The program has the outcome: of what is long only the digests stay in memory."""
+        if self.arguments is not None and len(self.arguments) > KEPT_BYTES and self.digest is not None:
+            self.arguments = None
+        outcome = self.outcome
+        if outcome is not None and outcome.payload is not None and len(outcome.payload) > KEPT_BYTES:
+            outcome.payload = None
 
     def marked(self, row: Row, body: dict[str, Any]) -> None:
         """Another entry that concerns this step: a park, a dispatch on nobody's word, the end of its attempts."""
@@ -196,17 +209,20 @@ class History:
     def read(cls, run_id: str, secret: bytes, rows: Iterable[Row], rule: Rule | None = None) -> History:
         """Fold stored entries. Raises `StoreCorrupt` where a body is no body."""
         history = cls(run_id, secret, rule)
-        rows = list(rows)
+        history.take(list(rows))
+        return history
+
+    def take(self, rows: list[Row]) -> None:
+        """Take the next stored entries in. Raises `StoreCorrupt` where a body is no body."""
         bodies = _parse_all(rows)
         for index, row in enumerate(rows):
             try:
-                history.absorb(row, bodies[index] if bodies is not None else parse(row.body))
+                self.absorb(row, bodies[index] if bodies is not None else parse(row.body))
             except (ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
                 raise StoreCorrupt(
-                    f"run {run_id!r}, entry {row.seq}: its body cannot be read ({type(error).__name__}: {error}). "
+                    f"run {self.run_id!r}, entry {row.seq}: its body cannot be read ({type(error).__name__}: {error}). "
                     "Nothing was changed; run `agent-run-ledger verify` and restore from a backup."
                 ) from error
-        return history
 
     def absorb(self, row: Row, body: dict[str, Any]) -> None:
         """Take one more entry in."""

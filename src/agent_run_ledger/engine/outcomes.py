@@ -123,10 +123,12 @@ def in_doubt(run: LiveRun, step: StepHistory, why: str) -> StepInDoubt:
     return StepInDoubt(run.run_id, step.number, step.tool, step.position, why)
 
 
-def hand_out(run: LiveRun, call: Call, step: StepHistory | None, cause: BaseException | None) -> Any:
+def hand_out(
+    run: LiveRun, call: Call, step: StepHistory | None, payload: bytes | None, cause: BaseException | None
+) -> Any:
     """The recorded outcome, by the same way live and at replay. `cause` is the live exception, where there is one.
 
-    `step` is None where the program was interrupted before anything of this call was written but that.
+    `payload` is what the outcome's entry holds, which need not be in memory any more; None where it was erased. `step` is None where the program was interrupted before anything of this call was written but that.
     """
     if step is None or step.missed:
         text = failures.text(_INTERRUPTED)
@@ -134,9 +136,9 @@ def hand_out(run: LiveRun, call: Call, step: StepHistory | None, cause: BaseExce
     outcome = step.outcome
     assert outcome is not None
     if outcome.ok == "completed":
-        value = canonical.decode(outcome.payload) if outcome.payload is not None else None
+        value = canonical.decode(payload) if payload is not None else None
         return canonical.rebuild(call.options.returns, value) if call.options.returns is not None else value
-    described = canonical.decode(outcome.payload) if outcome.payload is not None else {"type": "(erased)"}
+    described = canonical.decode(payload) if payload is not None else {"type": "(erased)"}
     text = failures.text(described)
     if outcome.ok == "unstorable":
         raise UnserialisableOutput(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 from agent_run_ledger.contract import Row, Summary
@@ -10,27 +11,36 @@ from agent_run_ledger.engine.history import History, StepHistory
 from agent_run_ledger.model import DamagedRunRecord, RunRecord, RunState, StepRecord
 from agent_run_ledger.rules import canonical, failures
 
-
-def step_records(history: History, *, replayed: bool = False) -> list[StepRecord]:
-    """One record a step, in the order of their first intents."""
-    return [step_record(history.run_id, step, replayed=replayed) for step in history.positions.values()]
+Payload = Callable[[int], bytes | None]
+"""What gives the payload of an entry by its seq, where a history does not keep it."""
 
 
-def step_record(run_id: str, step: StepHistory, *, replayed: bool = False) -> StepRecord:
-    """One step as a reader sees it."""
+def step_records(history: History, fetch: Payload, *, replayed: bool = False) -> list[StepRecord]:
+    """One whole record a step, in the order of their first intents."""
+    return [step_record(history.run_id, step, fetch, replayed=replayed) for step in history.positions.values()]
+
+
+def step_record(run_id: str, step: StepHistory, fetch: Payload, *, replayed: bool = False) -> StepRecord:
+    """One step as a reader sees it, whole."""
+    arguments, output, error = step.arguments, None, None
+    if arguments is None and step.digest is not None:
+        arguments = fetch(step.seq)
     outcome = step.outcome or step.earlier
     completed = outcome is not None and outcome.ok == "completed"
-    error = None
-    if outcome is not None and not completed and outcome.payload is not None:
-        error = _error_text(outcome.payload)
+    if outcome is not None:
+        output = outcome.payload
+        if output is None and outcome.digest is not None:
+            output = fetch(outcome.seq)
+        if not completed and output is not None:
+            error = _error_text(output)
     return StepRecord(
         step_id=f"step_{step.leaf[:10].hex()}",
         run_id=run_id,
         step_number=step.number,
         tool_name=step.tool,
-        arguments_json=_text(step.arguments),
+        arguments_json=_text(arguments),
         state=str(step.state),
-        output_json=_text(outcome.payload) if outcome is not None and completed else None,
+        output_json=_text(output) if completed else None,
         error_message=error,
         fingerprint=step.fingerprint.hex() if step.fingerprint else "",
         created_at=step.created_at,

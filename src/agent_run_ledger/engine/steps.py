@@ -11,6 +11,7 @@ from agent_run_ledger.engine.effects import (
     AwaitLate,
     Commit,
     Decision,
+    Fetch,
     Flow,
     GiveBack,
     Invoke,
@@ -51,13 +52,19 @@ def step(run: LiveRun, call: Call) -> Flow[Any]:
     try:
         if run.late:
             yield from _take_late(run, call, call.options.timeout)
-        yield from _commit(run, partial(_intend, call), None, position in run.history.positions)
-        this = run.history.positions.get(position)
-        while this is not None and not this.is_settled:
-            if this.outcome is not None and this.outcome.retry_at is not None:
-                yield from _wait_to_retry(run, call, this, this.outcome.retry_at)
+        yield from _commit(run, call, partial(_intend, call), None, position in run.history.positions)
+        # Looked up each time: a run that was in doubt is read anew, and what it was before learns of nothing any more.
+        while (this := run.history.positions.get(position)) is not None and not this.is_settled:
             if this.outcome is None:
                 error = yield from _attempt(run, call, this)
+            else:
+                assert this.outcome.retry_at is not None
+                yield from _wait_to_retry(run, call, this, this.outcome.retry_at)
+        payload: bytes | None = None
+        if this is not None and this.outcome is not None:
+            payload = this.outcome.payload
+            if payload is None and this.outcome.digest is not None and not this.missed:
+                payload = yield Fetch(run, this.outcome.seq)  # before its turn, which no pause may follow
         if run.turns is not None:
             yield Turn(run, call, _given_by(run, position))
         call.is_delivered = True
@@ -71,7 +78,9 @@ def step(run: LiveRun, call: Call) -> Flow[Any]:
         yield from _let_go(run, None)
     if this is not None and this.outcome is not None and this.outcome.ok == "failed":
         call.branch.hears.add(position)
-    return outcomes.hand_out(run, call, this, error)
+    if this is not None:
+        this.let_go_of_long()
+    return outcomes.hand_out(run, call, this, payload, error)
 
 
 _LETS_GO = (ReplayDivergence, StepInDoubt, RunClosed, RunawayLoopDetectedException, BudgetExceededException)
@@ -96,9 +105,19 @@ def _given_by(run: LiveRun, position: str) -> int:
     return step.missed or step.outcome.seq
 
 
-def _commit(run: LiveRun, decide: Decision, token: int | None = None, is_recorded: bool = False) -> Flow[None]:
-    """Commit what may end the run: whatever is in flight finishes and is recorded first."""
-    while (yield Commit(run, decide, token, is_recorded)) is outcomes.CLOSING:
+def _commit(
+    run: LiveRun, call: Call, decide: Decision, token: int | None = None, is_recorded: bool = False
+) -> Flow[None]:
+    """Commit what may end the run, or has to look at arguments that are not in memory.
+
+    Before the end whatever is in flight finishes and is recorded; what is not in memory is fetched, and it is decided anew.
+    """
+    while (answer := (yield Commit(run, decide, token, is_recorded))) is not None:
+        if isinstance(answer, Fetch):
+            call.recorded = yield answer
+            call.is_fetched = True
+            continue
+        assert answer is outcomes.CLOSING
         run.is_closing = True
         try:
             yield Quiet(run)
@@ -123,6 +142,8 @@ def _intend(call: Call, run: LiveRun, moment: Moment) -> Plan:
     step = history.positions.get(position)
     if step is None:
         return _begin(run, call, position, moment)
+    if _lacks_arguments(call, step):
+        return Plan(answer=Fetch(run, step.seq))
     if (divergence := _divergence(run, call, step)) is not None:
         return Plan(error=divergence)
     if step.stands or (step.outcome is not None and (history.state.is_terminal or position in call.branch.answered)):
@@ -244,7 +265,8 @@ def _next_attempt(call: Call, step: StepHistory) -> Draft:
     """Stored arguments, stored key: only the attempt's number is new."""
     used = step.attempts_of_code if call.environment == step.environment else 0
     fields = _fields(call, step.number, step.key, max(0, call.max_attempts - used - 1))
-    stored, digest = (call.stored, call.digest) if step.arguments is None else (step.arguments, step.digest)
+    recorded = _arguments(call, step)
+    stored, digest = (call.stored, call.digest) if recorded is None else (recorded, step.digest)
     fingerprint = step.fingerprint or digests.fingerprint(call.tool, call.digest)
     attempt = step.attempts + 1
     return Draft("intent", Event.START_STEP, fields, stored, step.position, attempt, digest, step.input, fingerprint)
@@ -266,28 +288,42 @@ def _fields(call: Call, number: int, key: str, left: int) -> dict[str, Any]:
     return fields
 
 
+def _lacks_arguments(call: Call, step: StepHistory) -> bool:
+    """Whether it takes recorded arguments that are not in memory to decide: those that are not the call's, byte for byte."""
+    is_left_out = step.arguments is None and step.digest is not None
+    return is_left_out and step.digest != call.digest and not call.is_fetched
+
+
+def _arguments(call: Call, recorded: StepHistory | Missed) -> bytes | None:
+    """The recorded arguments, from wherever they are; None where they were erased."""
+    if recorded.arguments is not None:
+        return recorded.arguments
+    return call.stored if recorded.digest == call.digest else call.recorded
+
+
 def _divergence(run: LiveRun, call: Call, step: StepHistory) -> ReplayDivergence | None:
     """What the program is told where it asks for another call than the one that stands at this position."""
-    if step.tool == call.tool and list(call.after) != step.dependencies:
-        recorded, asked = f"{step.tool!r} after {step.dependencies}", f"{call.tool!r} after {list(call.after)}"
+    if step.tool == call.tool and call.after != step.dependencies:
+        recorded, asked = f"{step.tool!r} after {list(step.dependencies)}", f"{call.tool!r} after {list(call.after)}"
         return ReplayDivergence(run.run_id, step.position, recorded, asked)
     return _difference(run, call, step)
 
 
 def _difference(run: LiveRun, call: Call, recorded: StepHistory | Missed) -> ReplayDivergence | None:
     path = None
-    if recorded.tool == call.tool:
-        if recorded.digest == call.digest if recorded.digest else _is_same_input(run, call, recorded):
+    is_same_tool = recorded.tool == call.tool
+    if is_same_tool and (recorded.digest == call.digest if recorded.digest else _is_same_input(run, call, recorded)):
+        return None
+    arguments = _arguments(call, recorded)
+    if is_same_tool and arguments is not None:
+        if call.options.identity is not None and _is_identical(call, arguments):
             return None
-        if recorded.arguments is not None:
-            if call.options.identity is not None and _is_identical(call, recorded.arguments):
-                return None
-            path = difference(recorded.arguments, call.stored)
+        path = difference(arguments, call.stored)
     names = run.run_id, recorded.position, repr(recorded.tool), repr(call.tool)
     if isinstance(recorded, StepHistory) and recorded.outcome is None:
-        stored = recorded.arguments.decode() if recorded.arguments is not None else "(erased)"
+        stored = arguments.decode() if arguments is not None else "(erased)"
         return IntentDrift(*names, path, f"{recorded.tool}({stored})")
-    return ReplayDivergence(*names, path, hint(recorded.arguments, call.stored))
+    return ReplayDivergence(*names, path, hint(arguments, call.stored))
 
 
 def _is_same_input(run: LiveRun, call: Call, recorded: StepHistory | Missed) -> bool:
@@ -312,7 +348,7 @@ def _wait_to_retry(run: LiveRun, call: Call, step: StepHistory, until: float) ->
     if run.late:
         yield from _take_late(run, call, None)
     if not step.is_settled:
-        yield from _commit(run, partial(_retry, call, step), token)
+        yield from _commit(run, call, partial(_retry, call, step), token)
 
 
 def _take_late(run: LiveRun, call: Call, at_most: float | None) -> Flow[None]:
@@ -327,13 +363,18 @@ def _take_late(run: LiveRun, call: Call, at_most: float | None) -> Flow[None]:
     if result is None:
         call.branch.answered.add(call.position)  # its failure stands until the thread has ended
     elif result.error is None:
-        yield Commit(run, partial(_returned_late, call, outcomes.returned(run, call, step, result.value)))
+        draft = outcomes.returned(run, call, step, result.value)
+        yield from _commit(run, call, partial(_returned_late, call, draft))
 
 
 def _returned_late(call: Call, draft: Draft, run: LiveRun, moment: Moment) -> Plan:
     """A function's late return is the receipt of its attempt. Where that one failed already, it stands as another, not dispatched."""
     step = run.history.positions.get(call.position)
-    if step is None or step.stands or run.history.state.is_terminal or _divergence(run, call, step) is not None:
+    if step is None or step.stands or run.history.state.is_terminal:
+        return Plan()
+    if _lacks_arguments(call, step):
+        return Plan(answer=Fetch(run, step.seq))
+    if _divergence(run, call, step) is not None:
         return Plan()
     if step.outcome is None:
         return Plan([draft])
@@ -345,7 +386,7 @@ def _returned_late(call: Call, draft: Draft, run: LiveRun, moment: Moment) -> Pl
 def _attempt(run: LiveRun, call: Call, step: StepHistory) -> Flow[BaseException | None]:
     """Dispatch once and write the outcome. Returns the function's exception, for the caller's traceback."""
     token = run.token
-    arguments = canonical.decode(step.arguments) if call.passes_arguments and step.arguments is not None else {}
+    arguments = canonical.decode(_arguments(call, step) or call.stored) if call.passes_arguments else {}
     for name, annotation in call.parameters.items():
         if name in arguments:
             arguments[name] = canonical.rebuild(annotation, arguments[name])
@@ -365,5 +406,5 @@ def _attempt(run: LiveRun, call: Call, step: StepHistory) -> Flow[BaseException 
     else:  # a cancellation is no outcome: it goes on its way, and the step is in doubt
         raise error
     if (yield Commit(run, partial(outcomes.settle, call, draft, error), token)) is outcomes.CLOSING:
-        yield from _commit(run, partial(outcomes.end_fatally, step), token)
+        yield from _commit(run, call, partial(outcomes.end_fatally, step), token)
     return error

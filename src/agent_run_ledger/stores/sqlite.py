@@ -99,10 +99,10 @@ _READ_SHORT = """
 SELECT seq, kind, position, attempt, body, roots,
     CASE WHEN digest IS NULL THEN payload
         WHEN payload IS NULL THEN (SELECT bytes FROM payloads p
-            WHERE p.run_id = e.run_id AND p.digest = e.digest AND length(p.bytes) <= ?3)
-        WHEN length(payload) <= ?3 THEN payload END,
+            WHERE p.run_id = e.run_id AND p.digest = e.digest AND length(p.bytes) <= ?)
+        WHEN length(payload) <= ? THEN payload END,
     digest, fingerprint, encoding
-FROM entries e WHERE run_id = ?1 AND seq > ?2 ORDER BY seq LIMIT ?4
+FROM entries e WHERE run_id = ? AND seq > ? ORDER BY seq LIMIT ?
 """
 _PAYLOAD = """
 SELECT CASE WHEN payload IS NULL AND digest IS NOT NULL
@@ -292,7 +292,7 @@ class SqliteStore:
         most = -1 if limit is None else limit  # as SQLite spells no limit
         if payloads_up_to is None:
             return list(map(Row._make, self._files.ask(_READ, run_id, after, most)))
-        return list(map(Row._make, self._files.ask(_READ_SHORT, run_id, after, payloads_up_to, most)))
+        return list(map(Row._make, self._files.ask(_READ_SHORT, payloads_up_to, payloads_up_to, run_id, after, most)))
 
     def payload(self, run_id: str, seq: int) -> bytes | None:
         found = self._files.ask(_PAYLOAD, run_id, seq)

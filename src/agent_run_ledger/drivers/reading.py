@@ -1,0 +1,45 @@
+"""How a run is read: page by page, without its long payloads, which are fetched one at a time where somebody needs them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from agent_run_ledger.contract import Row, Store
+from agent_run_ledger.engine.history import KEPT_BYTES, History
+from agent_run_ledger.errors import RunNotFound
+from agent_run_ledger.rules.loops import Rule
+
+_ROWS_PER_PAGE = 500
+
+
+def pages(store: Store, run_id: str) -> Iterator[list[Row]]:
+    """The entries of a run, without the payloads that nobody keeps in memory. No transaction is held in between."""
+    seen = 0
+    while page := store.read(run_id, seen, limit=_ROWS_PER_PAGE, payloads_up_to=KEPT_BYTES):
+        yield page
+        if len(page) < _ROWS_PER_PAGE:
+            return
+        seen = page[-1].seq
+
+
+def whole(store: Store, run_id: str, row: Row) -> Row:
+    """The row with its payload, if that was left out."""
+    if row.payload is not None or row.digest is None:
+        return row
+    return row._replace(payload=store.payload(run_id, row.seq))
+
+
+def read(store: Store, run_id: str, rule: Rule | None = None) -> History:
+    """Fold a run, without the long arguments and outputs of its steps. Raises `RunNotFound` and `StoreCorrupt`."""
+    history: History | None = None
+    for page in pages(store, run_id):
+        if history is None:
+            history = History(run_id, store.secret(run_id), rule)
+        history.take([row if row.kind in _FETCHED else whole(store, run_id, row) for row in page])
+    if history is None:
+        raise RunNotFound(run_id)
+    return history
+
+
+_FETCHED = frozenset({"intent", "outcome"})
+"""The kinds of entries whose payloads the engine asks for when it needs them."""
