@@ -29,6 +29,7 @@ test-system: environment ## tests that need the machine: strace, faketime, mount
 
 bench: environment ## measure a step against raw SQLite
 	$(BIN)/python benchmarks/steps.py
+	$(BIN)/python benchmarks/asynchronous.py
 
 coverage: environment ## which lines and branches the tests reach, subprocesses included
 	$(BIN)/coverage erase

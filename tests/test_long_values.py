@@ -22,7 +22,7 @@ from agent_run_ledger import (
     StepFailed,
     UnserialisableOutput,
 )
-from agent_run_ledger.contract import Append, Row
+from agent_run_ledger.contract import Append
 from agent_run_ledger.engine.effects import Ask, Fetch
 from agent_run_ledger.engine.history import KEPT_BYTES
 from agent_run_ledger.errors import LedgerError, PayloadTooLarge, StoreUnavailable
@@ -132,7 +132,8 @@ def test_side_by_side_long_outputs_come_back_in_the_order_of_the_first_time(benc
         async def main() -> None:
             made = [ledger.aexecute_step(RUN, "tool", {"number": n}, tool) for n in range(len(outputs))]
             for done in asyncio.as_completed(made):
-                order.append(await done)
+                said = await done
+                order.append(said)
 
         asyncio.run(main())
         return order, calls
@@ -506,7 +507,6 @@ def test_what_a_process_keeps_of_a_step_does_not_depend_on_how_long_its_values_a
     live, verified = keeps(str(tmp_path / "long.db"), 50_000, steps)
     replayed, verified_again = keeps(str(tmp_path / "long.db"), 50_000, steps)
     longer, _ = keeps(str(tmp_path / "longer.db"), 200_000, 500)
-    print(live, replayed, longer, verified, verified_again)
     assert live < 10_000_000
     assert replayed < 10_000_000
     assert abs(longer / 500 - live / steps) < 1_000

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import datetime as dt
 import enum
-from collections.abc import Callable
+import itertools
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, make_dataclass
 from decimal import Decimal
 from typing import Any
 
+import anyio
+import hypothesis
 import pydantic
 import pytest
+from hypothesis import strategies
 
 from agent_run_ledger import (
     AttemptsExhausted,
@@ -29,10 +37,13 @@ from agent_run_ledger import (
     Step,
     StepFailed,
     StepInDoubt,
+    UndeclaredEffectWarning,
     UnserialisableArguments,
     UnserialisableOutput,
     current_step,
 )
+from agent_run_ledger.engine.effects import Result
+from agent_run_ledger.pipeline import Schedule
 from support.ledgers import Bench, Died, told
 
 RUN = "audit"
@@ -234,15 +245,15 @@ def test_what_cannot_work_is_refused_before_anything_runs(bench: Bench, what: st
 
 
 def test_a_step_that_makes_no_sense_is_refused_where_it_is_made(bench: Bench) -> None:
-    async def asynchronous() -> None: ...
-
     ledger = bench.pipeline(RUN, Step("a", lambda: 1))
     with pytest.raises(InvalidPipeline, match="already"):
         ledger.step(name="a")(lambda: 2)
     with pytest.raises(InvalidPipeline, match="list of step names"):
         Step("b", lambda: 1, depends_on="a")
-    with pytest.raises(InvalidPipeline, match="async"):
-        Step("b", asynchronous)
+    with pytest.raises(InvalidPipeline, match="step_key"):
+        Step("b", lambda: 1, step_key="call_7")
+    with pytest.raises(InvalidPipeline, match="generator"):
+        Step("b", lambda: (yield))
     with pytest.raises(InvalidName):
         Step("", lambda: 1)
     with pytest.raises(InvalidArguments, match="not callable"):
@@ -452,3 +463,609 @@ def test_a_pipeline_that_another_owner_executes_is_owned(bench: Bench) -> None:
 
     ledger = bench.pipeline(RUN, Step("s", lambda n: step()))
     assert ledger.execute(n=1) == "done"
+
+
+@pytest.mark.parametrize("wrong", [0, -1, True, 1.0, "2", None])
+def test_max_parallel_is_a_whole_number_of_at_least_one(bench: Bench, wrong: Any) -> None:
+    with pytest.raises(ValueError, match="max_parallel is a whole number"):
+        bench.pipeline(RUN, max_parallel=wrong)
+
+
+# --- options of a step ------------------------------------------------------------------------------------------------
+
+
+def test_a_parameter_idempotency_key_is_given_the_key_and_the_step_counts_as_idempotent(bench: Bench) -> None:
+    keys: list[str] = []
+
+    def post(amount: int, idempotency_key: str) -> str:
+        keys.append(idempotency_key)
+        if len(keys) == 1:
+            raise Died
+        return idempotency_key
+
+    for life in range(2):
+        ledger = bench.pipeline(RUN, Step("post", post))
+        if life == 0:
+            with pytest.raises(Died):
+                ledger.execute(amount=1)
+            bench.owners_die()
+        else:
+            assert ledger.execute(amount=1) == keys[0]
+    (step,) = ledger.steps(RUN)
+    assert keys == [step.idempotency_key] * 2
+    assert step.effect == Effect.IDEMPOTENT
+    with pytest.raises(InvalidArguments, match="idempotency_key"):
+        ledger.execute(amount=1, idempotency_key="mine")
+
+
+def test_identity_and_kind_say_the_same_of_a_step_as_of_any_call(bench: Bench) -> None:
+    calls = Calls()
+
+    def ask(prompt: str, extra: dict[str, int]) -> str:
+        return str(calls.one("ask", Died() if len(calls) == 0 else "answer"))
+
+    options: Any = {"kind": "model", "identity": lambda given: given["prompt"]}
+    with pytest.raises(Died):
+        bench.pipeline(RUN, Step("extra", lambda: {"a": 1}), Step("ask", ask, ["extra"], **options)).execute(prompt="p")
+    ledger = bench.pipeline(RUN, Step("extra", lambda: {"a": 1}), Step("ask", ask, ["extra"], **options))
+    assert ledger.execute(prompt="p") == "answer"
+    assert [step.effect for step in ledger.steps(RUN)] == [None, Effect.READ]
+
+
+# --- side by side -----------------------------------------------------------------------------------------------------
+
+WAYS = ("in threads", "as tasks", "sync steps in a loop")
+
+
+class Meeting:
+    """Steps that wait for each other, in threads or in tasks: nobody sleeps, and who waits in vain is an error."""
+
+    def __init__(self, way: str) -> None:
+        self.way = way
+        self._events: dict[str, threading.Event] = {}
+
+    def event(self, name: str) -> threading.Event:
+        return self._events.setdefault(name, threading.Event())
+
+    def step(
+        self, name: str, depends_on: Any = (), *, after: str | None = None, answer: Any = None, **options: Any
+    ) -> Step:
+        """A step that waits for the end of the one called `after`, without depending on it."""
+
+        def end() -> Any:
+            self.event(f"{name} ends").set()
+            if isinstance(answer, BaseException):
+                raise answer
+            return answer() if callable(answer) else name if answer is None else answer
+
+        def sync() -> Any:
+            self.event(f"{name} begins").set()
+            if after is not None:
+                assert self.event(after).wait(20), f"{name} waited in vain for: {after}"
+            return end()
+
+        async def asynchronous() -> Any:
+            self.event(f"{name} begins").set()
+            for _ in range(200_000):
+                if after is None or self.event(after).is_set():
+                    return end()
+                await asyncio.sleep(0)
+            pytest.fail(f"{name} waited in vain for: {after}")
+
+        return Step(name, asynchronous if self.way == "as tasks" else sync, depends_on, **options)
+
+    def execute(self, ledger: RunLedger, **given: Any) -> Any:
+        if self.way == "sync steps in a loop":
+            return asyncio.run(ledger.aexecute(**given))
+        return ledger.execute(**given)
+
+
+@pytest.fixture(params=WAYS)
+def meeting(request: pytest.FixtureRequest) -> Meeting:
+    return Meeting(request.param)
+
+
+@strategies.composite
+def graphs(draw: strategies.DrawFn) -> list[Step]:
+    async def asynchronous() -> None: ...
+
+    steps: list[Step] = []
+    for number in range(draw(strategies.integers(1, 9))):
+        needs = draw(strategies.lists(strategies.sampled_from(steps), unique=True)) if steps else []
+        function = draw(strategies.sampled_from([asynchronous, lambda: None]))
+        steps.append(Step(f"s{number}", function, [need.name for need in needs]))
+    return steps
+
+
+@hypothesis.given(graphs(), strategies.integers(1, 3), strategies.data())
+def test_a_step_begins_once_as_soon_as_it_can_and_never_before(
+    steps: list[Step], at_once: int, data: strategies.DataObject
+) -> None:
+    schedule = Schedule(steps, at_once)
+    running: list[Step] = []
+    begun: list[str] = []
+    while True:
+        for step in schedule.begin():
+            assert step.name not in begun
+            begun.append(step.name)
+            running.append(step)
+        plain = [step for step in running if not step.takes.is_async]
+        assert len(plain) <= at_once
+        for step in steps:
+            can = step.name not in begun and set(step.depends_on) <= schedule.outputs.keys()
+            assert not can or (not step.takes.is_async and len(plain) == at_once)
+        for step in running:
+            assert set(step.depends_on) <= schedule.outputs.keys()
+        if not running:
+            break
+        ended = running.pop(data.draw(strategies.integers(0, len(running) - 1)))
+        schedule.ended(ended, Result(ended.name, None))
+    assert schedule.outputs == {step.name: step.name for step in steps}
+    assert schedule.error is None
+
+
+@hypothesis.given(graphs(), strategies.data())
+def test_the_error_is_that_of_the_first_step_in_order_and_nothing_begins_after_one(
+    steps: list[Step], data: strategies.DataObject
+) -> None:
+    schedule = Schedule(steps, 3)
+    running = schedule.begin()
+    failed: list[Step] = []
+    for step in data.draw(strategies.permutations(running)):
+        if data.draw(strategies.booleans()):
+            failed.append(step)
+            schedule.ended(step, Result(None, ValueError(step.name)))
+        else:
+            schedule.ended(step, Result(step.name, None))
+        if failed:
+            assert schedule.begin() == []
+            assert str(schedule.error) == min(step.name for step in failed)
+
+
+def test_an_interruption_is_not_hidden_behind_a_failure() -> None:
+    steps = [Step("a", lambda: 1), Step("b", lambda: 1)]
+    schedule = Schedule(steps, 2)
+    schedule.begin()
+    schedule.ended(steps[0], Result(None, ValueError()))
+    schedule.ended(steps[1], Result(None, KeyboardInterrupt()))
+    assert isinstance(schedule.error, KeyboardInterrupt)
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations("abc")))
+def test_outputs_find_their_parameters_whatever_ends_first(
+    bench: Bench, meeting: Meeting, order: tuple[str, ...]
+) -> None:
+    before = dict(zip(order[1:], order, strict=False))
+    steps = [meeting.step(name, after=f"{before[name]} ends" if name in before else None) for name in "abc"]
+    steps.append(Step("sum", lambda a, b, c: [a, b, c], ["a", "b", "c"]))
+    for _ in range(2):
+        assert meeting.execute(bench.pipeline(RUN, *steps, max_parallel=3)) == ["a", "b", "c"]
+    assert bench.kinds(RUN).count("intent") == 4
+
+
+@pytest.mark.parametrize("durability", ["process", "full"])
+def test_fifty_steps_of_one_shape_are_in_flight_at_once_and_none_is_called_twice(
+    bench: Bench, meeting: Meeting, durability: str
+) -> None:
+    calls = Calls()
+
+    def answer(name: str) -> Callable[[], str]:
+        return lambda: str(calls.one(name))
+
+    names = [f"s{number}" for number in range(50)]
+    # each waits for the next to begin, so that none ends before all have begun
+    steps = [
+        meeting.step(name, after=f"{after} begins", answer=answer(name))
+        for name, after in zip(names, [*names[1:], names[0]], strict=True)
+    ]
+    for _ in range(2):
+        ledger = bench.pipeline(RUN, *steps, max_parallel=50, durability=durability)
+        assert meeting.execute(ledger) == {name: name for name in names}
+    assert sorted(calls) == sorted(names)
+    assert sorted(step.step_number for step in ledger.steps(RUN)) == list(range(1, 51))
+    assert ledger.verify(RUN).ok
+
+
+def test_starts_respect_the_graph_in_a_diamond_of_sync_and_async_steps(bench: Bench) -> None:
+    calls = Calls()
+
+    async def left(top: str) -> str:
+        calls.append("left")
+        await asyncio.sleep(0)
+        return top + "l"
+
+    def right(top: str) -> str:
+        calls.append("right")
+        return top + "r"
+
+    async def bottom(left: str, right: str) -> list[str]:
+        return [calls.one("bottom"), left, right]
+
+    steps = [
+        Step("bottom", bottom, ["left", "right"]),
+        Step("left", left, ["top"]),
+        Step("right", right, ["top"]),
+        Step("top", lambda: calls.one("top", "t")),
+    ]
+    for _ in range(2):
+        assert bench.pipeline(RUN, *steps).execute() == ["bottom", "tl", "tr"]
+        assert asyncio.run(bench.pipeline(RUN, *steps).aexecute()) == ["bottom", "tl", "tr"]
+    assert (calls[0], sorted(calls[1:3]), calls[3:]) == ("top", ["left", "right"], ["bottom"])
+
+
+def test_a_sync_step_that_blocks_does_not_stop_the_async_ones(bench: Bench) -> None:
+    done = threading.Event()
+
+    def blocks() -> bool:
+        return done.wait(20)
+
+    async def one() -> int:
+        await asyncio.sleep(0)
+        return 1
+
+    async def two(one: int) -> int:
+        done.set()
+        return one + 1
+
+    steps = [Step("blocks", blocks), Step("one", one), Step("two", two, ["one"])]
+    assert bench.pipeline(RUN, *steps).execute() == {"blocks": True, "two": 2}
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_at_most_max_parallel_sync_steps_are_under_way_and_as_many_as_that(bench: Bench, asynchronous: bool) -> None:
+    together, lock, live, most = threading.Barrier(3), threading.Lock(), 0, 0
+
+    def step() -> None:
+        nonlocal live, most
+        with lock:
+            live += 1
+            most = max(most, live)
+        together.wait(20)  # breaks unless three are here
+        with lock:
+            live -= 1
+
+    ledger = bench.pipeline(RUN, *(Step(f"s{number}", step) for number in range(12)), max_parallel=3)
+    asyncio.run(ledger.aexecute()) if asynchronous else ledger.execute()
+    assert most == 3
+
+
+def test_sync_steps_run_one_at_a_time_where_nothing_else_is_said(bench: Bench) -> None:
+    live, most, threads = 0, 0, set[int]()
+
+    def step() -> None:
+        nonlocal live, most
+        live += 1
+        most = max(most, live)
+        threads.add(threading.get_ident())
+        live -= 1
+
+    steps = [Step(f"s{number}", step) for number in range(5)]
+    asyncio.run(bench.pipeline("loop", *steps).aexecute())
+    assert threading.get_ident() not in threads
+    threads.clear()
+    bench.pipeline("thread", *steps).execute()
+    assert (most, threads) == (1, {threading.get_ident()})
+
+
+def test_aexecute_checks_replays_and_refuses_as_execute_does(bench: Bench) -> None:
+    calls = Calls()
+
+    async def fetch(n: int) -> str:
+        return str(calls.one("fetch"))
+
+    def ledger() -> RunLedger:
+        return bench.pipeline(RUN, Step("fetch", fetch))
+
+    with pytest.raises(InvalidArguments, match="parameter 'n'"):
+        asyncio.run(ledger().aexecute())
+    assert ledger().runs() == []
+    assert asyncio.run(ledger().aexecute(n=1)) == "fetch"
+    before = bench.rows(RUN), ledger().get_run(RUN)
+    again = ledger()
+    for _ in range(2):
+        assert asyncio.run(again.aexecute(n=1)) == "fetch"
+        assert again.execute(n=1) == "fetch"
+    with pytest.raises(RunInputMismatch):
+        asyncio.run(ledger().aexecute(n=2))
+    assert (bench.rows(RUN), ledger().get_run(RUN)) == before
+    assert calls == ["fetch"]
+
+
+def test_execute_with_async_steps_in_a_running_loop_names_aexecute(bench: Bench) -> None:
+    async def step() -> None: ...
+
+    async def main() -> None:
+        ledger = bench.pipeline(RUN, Step("s", step))
+        with pytest.raises(InvalidArguments, match=r"await ledger\.aexecute"):
+            ledger.execute()
+        assert ledger.runs() == []
+
+    asyncio.run(main())
+
+
+def test_executions_of_one_ledger_object_wait_for_each_other(bench: Bench, meeting: Meeting) -> None:
+    calls = Calls()
+    ledger = bench.pipeline(RUN, meeting.step("s", answer=lambda: calls.one("s")), max_parallel=2)
+    results: list[Any] = []
+    threads = [threading.Thread(target=lambda: results.append(meeting.execute(ledger))) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == ["s"] * 3
+    assert calls == ["s"]
+
+
+@pytest.mark.parametrize("max_parallel", [1, 2])
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_step_that_executes_its_own_pipeline_is_refused(bench: Bench, max_parallel: int, asynchronous: bool) -> None:
+    def step() -> str:
+        with pytest.raises(RunOwned):
+            ledger.execute()
+        return "done"
+
+    async def astep() -> str:
+        with pytest.raises(RunOwned):
+            await ledger.aexecute()
+        return "done"
+
+    ledger = bench.pipeline(RUN, Step("s", astep if asynchronous else step), max_parallel=max_parallel)
+    assert ledger.execute() == "done"
+
+
+# --- side by side, and something goes wrong ---------------------------------------------------------------------------
+
+
+def test_after_a_failure_nothing_begins_what_runs_ends_and_the_run_goes_on_later(
+    bench: Bench, meeting: Meeting
+) -> None:
+    calls = Calls()
+    fails: list[Any] = [ValueError("no"), "b"]
+
+    def steps() -> list[Step]:
+        return [
+            meeting.step("a", answer=lambda: calls.one("a"), after="b ends"),
+            meeting.step("b", answer=lambda: calls.one("b", fails.pop(0)), after="a begins"),
+            meeting.step("c", ["a"], answer=lambda: calls.one("c")),
+            meeting.step("d", ["b"], answer=lambda: calls.one("d")),
+        ]
+
+    with pytest.raises(StepFailed, match="ValueError: no"):
+        meeting.execute(bench.pipeline(RUN, *steps(), max_parallel=4))
+    assert sorted(calls) == ["a", "b"]
+    record = bench.pipeline(RUN).get_run(RUN)
+    assert (record.status, record.owner) == ("BLOCKED", None)
+    assert bench.kinds(RUN) == ["created", "intent", "intent", "outcome", "outcome", "parked"]
+    assert meeting.execute(bench.pipeline(RUN, *steps(), max_parallel=4)) == {"c": "c", "d": "d"}
+    assert sorted(calls) == ["a", "b", "b", "c", "d"]
+
+
+@pytest.mark.parametrize("first", ["a", "b"])
+def test_of_two_failures_the_first_in_the_pipelines_order_is_raised_and_both_are_recorded(
+    bench: Bench, meeting: Meeting, first: str
+) -> None:
+    second = "b" if first == "a" else "a"
+    after = {first: f"{second} begins", second: f"{first} ends"}
+    steps = [meeting.step(name, answer=ValueError(name), after=after[name]) for name in "ab"]
+    ledger = bench.pipeline(RUN, *steps, max_parallel=2)
+    with pytest.raises(StepFailed, match="ValueError: a"):
+        meeting.execute(ledger)
+    assert [step.error_message for step in ledger.steps(RUN)] in (
+        ["ValueError: a", "ValueError: b"],
+        ["ValueError: b", "ValueError: a"],
+    )
+    assert bench.kinds(RUN).count("parked") == 1
+
+
+@pytest.mark.parametrize("durability", ["process", "full"])
+def test_a_crash_with_several_in_flight_goes_on_by_what_each_declares(
+    bench: Bench, meeting: Meeting, durability: str
+) -> None:
+    calls = Calls()
+    lives = iter([0, 1, 2])
+    effects = {"read": Effect.READ, "post": Effect.IDEMPOTENT, "say": None, "pay": Effect.MUTATE}
+    keys: dict[str, list[str]] = {name: [] for name in effects}
+
+    def steps(life: int) -> list[Step]:
+        def answer(name: str) -> Callable[[], Any]:
+            def call() -> Any:
+                keys[name].append(current_step().idempotency_key)
+                return calls.one(name, Died() if life == 0 else None)
+
+            return call
+
+        names = list(effects)
+        circle = dict(zip(names, [*names[1:], names[0]], strict=True))
+        return [
+            meeting.step("done", answer=lambda: calls.one("done")),
+            *(
+                meeting.step(name, ["done"], after=f"{circle[name]} begins", answer=answer(name), effect=effect)
+                for name, effect in effects.items()
+            ),
+        ]
+
+    with pytest.raises(Died):
+        meeting.execute(bench.pipeline(RUN, *steps(next(lives)), max_parallel=4, durability=durability))
+    assert sorted(calls) == ["done", "pay", "post", "read", "say"]
+    for _ in range(2):
+        bench.owners_die()
+        ledger = bench.pipeline(RUN, *steps(next(lives)), max_parallel=4, durability=durability)
+        with told(UndeclaredEffectWarning), pytest.raises(StepInDoubt, match="pay"):
+            meeting.execute(ledger)
+    assert sorted(calls) == ["done", "pay", "post", "post", "read", "read", "say", "say"]
+    assert all(len(set(used)) == 1 for used in keys.values())
+    assert "redispatched_undeclared" in bench.kinds(RUN)
+    assert (ledger.get_run(RUN).status, ledger.get_run(RUN).owner) == ("BLOCKED", None)
+    assert ledger.verify(RUN).ok
+
+
+def test_a_fatal_error_ends_the_run_when_what_is_in_flight_is_recorded_and_nothing_new_begins(
+    bench: Bench, meeting: Meeting
+) -> None:
+    calls = Calls()
+    ledger = bench.pipeline(
+        RUN,
+        meeting.step("fatal", answer=ValueError("no"), after="other begins", fatal=(ValueError,)),
+        meeting.step("other", answer=lambda: calls.one("other"), after="fatal ends"),
+        *(
+            meeting.step(name, [before], answer=lambda: calls.one("later"))
+            for name, before in (("x", "other"), ("y", "x"))
+        ),
+        max_parallel=4,
+    )
+    with pytest.raises(StepFailed, match="no"):
+        meeting.execute(ledger)
+    assert calls[:1] == ["other"]
+    assert ledger.get_run(RUN).status == "FAILED"
+    assert {step.tool_name: step.state for step in ledger.steps(RUN)}["other"] == "COMPLETED"
+    assert "y" not in {step.tool_name for step in ledger.steps(RUN)}
+    with pytest.raises(RunClosed):
+        meeting.execute(ledger)
+
+
+def test_a_request_to_cancel_lets_what_is_in_flight_end_and_begins_nothing(bench: Bench, meeting: Meeting) -> None:
+    calls = Calls()
+    other = bench.pipeline(RUN)
+
+    def cancel() -> str:
+        other.cancel(RUN, by="me")
+        return str(calls.one("a"))
+
+    ledger = bench.pipeline(
+        RUN,
+        meeting.step("a", answer=cancel, after="b begins"),
+        meeting.step("b", answer=lambda: calls.one("b"), after="a ends"),
+        meeting.step("c", ["a", "b"], answer=lambda: calls.one("c")),
+        max_parallel=3,
+    )
+    with pytest.raises(RunClosed, match="CANCELLED"):
+        meeting.execute(ledger)
+    assert sorted(calls) == ["a", "b"]
+    assert ledger.get_run(RUN).status == "CANCELLED"
+    assert [step.state for step in ledger.steps(RUN)] == ["COMPLETED", "COMPLETED"]
+
+
+@contextmanager
+def heard(handler: Callable[[], None]) -> Iterator[None]:
+    """Have SIGINT do this and then what it does."""
+
+    def interrupted(number: int, frame: Any) -> None:
+        handler()
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, interrupted)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_an_interrupt_waits_for_the_threads_and_begins_nothing(bench: Bench) -> None:
+    meeting, calls = Meeting("in threads"), Calls()
+
+    def interrupt() -> str:
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        assert meeting.event("interrupted").wait(20)
+        return str(calls.one("a"))
+
+    steps = [
+        meeting.step("a", answer=interrupt, after="b begins"),
+        meeting.step("b", answer=lambda: calls.one("b"), after="interrupted"),
+        meeting.step("c", ["a"], answer=lambda: calls.one("c")),
+    ]
+    ledger = bench.pipeline(RUN, *steps, max_parallel=2)
+    with heard(meeting.event("interrupted").set), pytest.raises(KeyboardInterrupt):
+        ledger.execute()
+    assert sorted(calls) == ["a", "b"]
+    record = ledger.get_run(RUN)
+    assert (record.status, record.owner) == ("BLOCKED", None)
+    assert ledger.execute() == {"b": "b", "c": "c"}
+    assert sorted(calls) == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("scope", ["task", "twice", "timeout", "anyio"])
+@pytest.mark.parametrize("durability", ["process", "full"])
+def test_a_cancelled_aexecute_leaves_its_steps_in_doubt_and_goes_on_later(
+    bench: Bench, scope: str, durability: str
+) -> None:
+    calls = Calls()
+    begun, blocked, let_go, ended = asyncio.Event(), threading.Event(), threading.Event(), 0
+
+    async def slow() -> str:
+        nonlocal ended
+        calls.append("slow")
+        if ended:
+            return "slow"
+        try:
+            begun.set()
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            ended += 1
+        return "never"
+
+    def thread() -> str:
+        calls.append("thread")
+        blocked.set()
+        assert let_go.wait(20)
+        return "thread"
+
+    async def later(slow: str) -> str:
+        return str(calls.one("later"))
+
+    steps = [Step("slow", slow, effect=Effect.READ), Step("thread", thread), Step("later", later, ["slow"])]
+    ledger = bench.pipeline(RUN, *steps, durability=durability)
+
+    async def in_flight() -> None:
+        await begun.wait()
+        while not blocked.is_set():
+            await asyncio.sleep(0)
+
+    async def main() -> None:
+        if scope == "anyio":
+            with anyio.CancelScope() as cancelling:
+                async with anyio.create_task_group() as group:
+                    group.start_soon(ledger.aexecute)
+                    await in_flight()
+                    cancelling.cancel()
+            return
+        task = asyncio.create_task(ledger.aexecute())
+        await in_flight()
+        if scope == "timeout":
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(task, 0)
+            return
+        task.cancel()
+        if scope == "twice":
+            await asyncio.sleep(0)
+            task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(main())
+    assert ended == 1
+    assert sorted(calls) == ["slow", "thread"]
+    record = ledger.get_run(RUN)
+    assert (record.status, record.owner) == ("BLOCKED", None)
+    assert bench.kinds(RUN) == ["created", "intent", "intent", "parked"]
+    let_go.set()
+    assert ledger.execute() == {"thread": "thread", "later": "later"}
+    assert sorted(calls) == ["later", "slow", "slow", "thread"]  # what the thread returned after all is its outcome
+    assert ledger.verify(RUN).ok
+
+
+def test_a_timeout_is_a_failure_of_its_step_alone(bench: Bench, meeting: Meeting) -> None:
+    ledger = bench.pipeline(
+        RUN,
+        meeting.step("slow", after="late", timeout=0.01),
+        meeting.step("other"),
+        max_parallel=2,
+    )
+    try:
+        with pytest.raises(StepFailed, match="TimeoutError") as caught:
+            meeting.execute(ledger)
+        assert isinstance(caught.value, StepFailed)
+        assert {step.tool_name: step.state for step in ledger.steps(RUN)}["other"] == "COMPLETED"
+    finally:
+        meeting.event("late").set()

@@ -21,7 +21,7 @@ from agent_run_ledger.rules.loops import Rule
 
 POLL_SECONDS = 0.05
 _LAST_BEAT_SECONDS = 5.0
-_KEPT = 10_000
+_KEPT = 256
 """Beyond so many runs in memory, those that have ended are let go."""
 
 
@@ -66,15 +66,12 @@ class HeldRun(LiveRun):
         self.late.discard(position)
 
     def slim(self) -> None:
-        """Keep of an ended run only how it ended, for a program that still calls; its steps are read again when asked for."""
-        ended = History(self.run_id, self.history.secret)
-        ended.state, ended.cause, ended.result_digest = (
-            self.history.state,
-            self.history.cause,
-            self.history.result_digest,
-        )
-        self.history = ended
-        self.is_settled = True
+        """Of a run that is given back keep nothing, and of one that has ended how it ended: it is read anew when it is used."""
+        before, self.history = self.history, History(self.run_id, b"")
+        if before.state.is_terminal:
+            self.history.secret, self.history.state = before.secret, before.state
+            self.history.cause, self.history.result_digest = before.cause, before.result_digest
+            self.is_settled = True
 
 
 def is_owed(run: LiveRun, draft: Draft) -> bool:
@@ -115,6 +112,7 @@ class Leases:
         self.owner = f"{self._label}-{os.urandom(6).hex()}"
         self._lock = threading.Lock()
         self._runs: dict[str, HeldRun] = {}
+        self._most = _KEPT
         self._is_closed = False
         self._heart: threading.Lock | None = None
         """Held by the heartbeat's thread as long as it lives; None before there is one."""
@@ -125,8 +123,9 @@ class Leases:
         run = self._runs.get(run_id)
         if run is None:
             with self._lock:
-                if len(self._runs) >= _KEPT:
-                    self._runs = {key: kept for key, kept in self._runs.items() if not kept.is_settled}
+                if len(self._runs) >= self._most:
+                    self._runs = {key: kept for key, kept in self._runs.items() if not kept.is_settled or kept.pins}
+                    self._most = max(_KEPT, 2 * len(self._runs))  # so that looking for them costs little
                 fresh = HeldRun(History(run_id, b""), self._limit, self._undeclared)
                 fresh.deadline = self._deadline
                 run = self._runs.setdefault(run_id, fresh)
@@ -271,8 +270,7 @@ class Leases:
                 self._store.release(run.run_id, run.token)
                 if note is not None:
                     self._store.annotate(run.run_id, run.token, note)
-                if run.history.state.is_terminal:
-                    run.slim()
+                run.slim()
 
     def held(self) -> list[HeldRun]:
         """The runs that are held now."""
