@@ -353,7 +353,7 @@ def test_what_cannot_be_a_tool_or_an_agent_is_refused_where_it_is_declared(bench
     with pytest.raises(InvalidArguments, match="step_key"):
         ledger.tool(step_key="one")(lambda: None)
     with pytest.raises(InvalidArguments, match="there is no option speed"):
-        ledger.tool(speed="high")  # type: ignore[call-arg]
+        ledger.tool(speed="high")(lambda: None)  # type: ignore[call-arg]
     with pytest.raises(InvalidArguments, match="budget="):
         ledger.agent(budget=5)(lambda: None)  # type: ignore[arg-type]
 

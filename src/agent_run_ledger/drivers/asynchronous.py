@@ -7,7 +7,6 @@ import inspect
 import random
 import threading
 import time
-import warnings
 import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import AbstractContextManager, suppress
@@ -16,6 +15,7 @@ from typing import Any, Protocol, TypeVar, cast
 from agent_run_ledger.contract import Clock, Store
 from agent_run_ledger.drivers.context import StepContext, callers, step_variable
 from agent_run_ledger.drivers.leases import POLL_SECONDS, HeldRun, Leases
+from agent_run_ledger.drivers.order import Order
 from agent_run_ledger.drivers.sync import SyncDriver
 from agent_run_ledger.drivers.together import Together
 from agent_run_ledger.drivers.workers import Work
@@ -40,16 +40,12 @@ from agent_run_ledger.engine.effects import (
 )
 from agent_run_ledger.engine.live import Branch
 from agent_run_ledger.engine.steps import step
-from agent_run_ledger.engine.turns import Turns
-from agent_run_ledger.errors import InvalidArguments, LedgerError, ReplayStalledWarning, RunOwned
+from agent_run_ledger.errors import InvalidArguments, LedgerError, RunOwned
 
 T = TypeVar("T")
 
-TURNS_OF_THE_LOOP = 8
-"""How long the next outcome is held back after one was handed out, so that whoever awaited that one has run on."""
 _PAUSE_AT_REPLAY = 64
 """After so many answers from the log that needed no waiting the other tasks of the loop have a turn."""
-_LOOK_SECONDS, _STALLED_SECONDS = 0.05, 10.0
 _STOP_SECONDS = 5.0
 """How long an agent that has returned waits for calls of its own that it left behind, once they are cancelled."""
 
@@ -149,19 +145,6 @@ class _Job(_Item):
 
 
 _Answers = list[tuple[_Item, Any, BaseException | None]]
-
-
-class _Order:
-    """The turns of one run in one loop: who waits for his outcome to be handed out."""
-
-    __slots__ = ("is_pacing", "look", "loop", "since", "waiters")
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.loop = loop
-        self.waiters: dict[str, asyncio.Future[None]] = {}
-        self.is_pacing = False
-        self.look: asyncio.TimerHandle | None = None
-        self.since = 0.0
 
 
 class _InLoop(threading.local):
@@ -365,7 +348,9 @@ class AsyncDriver:
 
     @staticmethod
     async def side_by_side(
-        begin: Callable[[], Sequence[T]], work: Callable[[T], Coroutine[Any, Any, Any]], ended: Callable[[T, Result], None]
+        begin: Callable[[], Sequence[T]],
+        work: Callable[[T], Coroutine[Any, Any, Any]],
+        ended: Callable[[T, Result], None],
     ) -> None:
         """Work on what `begin` gives, each in a task of its own, and tell `ended` of each, until there is nothing left to begin.
 
@@ -457,8 +442,9 @@ class AsyncDriver:
 
         if not run.is_held:
             await self.in_thread(hold)
-        if run.turns is None:
-            run.begin_turns()
+        with run.lock:
+            if run.turns is None:
+                run.begin_turns()
 
     def _look_up(self, run: HeldRun, effect: Commit) -> Plan | None:
         """The answer of the log, where there is nothing to write and nothing to wait for."""
@@ -551,6 +537,15 @@ class AsyncDriver:
         run.let_go_of(effect.position)
         return work.result
 
+    async def _take_turn(self, effect: Turn) -> None:
+        run, loop = cast(HeldRun, effect.run), asyncio.get_running_loop()
+        order: Order | None = run.order
+        if order is None or order.turns is not run.turns or order.loop is not loop:
+            assert run.turns is not None
+            order = run.order = Order(run, run.turns, loop)
+        if not order.at_once(effect.call.position, effect.seq):
+            await order.wait(effect.call.position, effect.seq)
+
     async def _wait(self, effect: Wait) -> None:
         run = cast(HeldRun, effect.run)
         with run:
@@ -568,74 +563,6 @@ class AsyncDriver:
         while run.in_flight:
             await asyncio.sleep(pause)
             pause = min(pause * 1.5, 0.05)
-
-    # --- the order in which outcomes are handed out -------------------------------------------------------------------
-
-    async def _take_turn(self, effect: Turn) -> None:
-        run, position = cast(HeldRun, effect.run), effect.call.position
-        turns, order = effect.run.turns, run.order
-        assert turns is not None
-        if (order is None or not order.is_pacing) and turns.at_once(position, effect.seq):
-            return
-        loop = asyncio.get_running_loop()
-        if order is None or order.loop is not loop:
-            order = run.order = _Order(loop)
-        turns.waiting(position, effect.seq)
-        waiter = order.waiters[position] = loop.create_future()
-        self._hand_out(run, turns, order)
-        try:
-            await waiter
-        finally:
-            order.waiters.pop(position, None)
-            if waiter.cancelled() or not waiter.done():
-                turns.abandoned(position)
-                self._hand_out(run, turns, order)
-
-    def _hand_out(self, run: HeldRun, turns: Turns, order: _Order) -> None:
-        """Hand out what has its turn, if anything has, and come back when its program has run on."""
-        if order.is_pacing:
-            return
-        while (position := turns.next()) is not None:
-            waiter = order.waiters.get(position)
-            if waiter is None or waiter.done():
-                turns.abandoned(position)
-                continue
-            turns.handed(position)
-            waiter.set_result(None)
-            order.is_pacing = True
-            order.loop.call_soon(self._pace, run, turns, order, TURNS_OF_THE_LOOP)
-            break
-        if order.look is not None:
-            order.look.cancel()
-            order.look = None
-        if not turns.is_idle and not order.is_pacing:
-            order.since = order.loop.time()
-            order.look = order.loop.call_later(_LOOK_SECONDS, self._look_again, run, turns, order, _LOOK_SECONDS)
-
-    def _pace(self, run: HeldRun, turns: Turns, order: _Order, left: int) -> None:
-        if left:
-            order.loop.call_soon(self._pace, run, turns, order, left - 1)
-        else:
-            order.is_pacing = False
-            self._hand_out(run, turns, order)
-
-    def _look_again(self, run: HeldRun, turns: Turns, order: _Order, pause: float) -> None:
-        """Nobody had his turn for a while: perhaps a call was dropped without a word, or the program has changed."""
-        order.look = None
-        run.let_go_of_dropped()
-        if turns.next() is not None:
-            self._hand_out(run, turns, order)
-        elif not turns.is_idle:
-            waited = order.loop.time() - order.since
-            if waited < _STALLED_SECONDS <= waited + pause and (missing := turns.holds_up()) is not None:
-                warnings.warn(
-                    f"run {run.run_id!r} stands still at replay: recorded outcomes wait for their turn, and {missing}. "
-                    "The program has to make the calls that are recorded, in the order of the first time; nothing is lost.",
-                    ReplayStalledWarning,
-                    stacklevel=1,
-                )
-            pause = min(2 * pause, 1.0)
-            order.look = order.loop.call_later(pause, self._look_again, run, turns, order, pause)
 
     # --- writing ------------------------------------------------------------------------------------------------------
 
@@ -664,7 +591,11 @@ class AsyncDriver:
         for item in items:
             (commits if isinstance(item, _Pending) else jobs).append(item)  # type: ignore[arg-type]
         # The loop waits for no sync.
-        answers: _Answers = list(self._together.write(commits, self._writer.put if is_inline else None))
+        answers: _Answers = []
+        try:
+            answers += self._together.write(commits, self._writer.put if is_inline else None)
+        except BaseException as trouble:  # whoever waits must hear of it, and the thread that writes for others go on
+            answers += [(commit, None, trouble) for commit in commits]
         for job in jobs:
             value, error = None, None
             try:

@@ -184,7 +184,7 @@ class LiveRun:
             [(seq, position) for seq, _, position in recorded],
             [(seq, position) for _, seq, position in recorded if seq],
         )
-        for position in self.made:
+        for position in list(self.made):
             self.turns.made(position)
 
     def _is_skipped(self, position: str) -> bool:

@@ -29,7 +29,7 @@ class Turns:
     No scans: everything but the first sort costs O(1), amortised, or O(log n) of the live outcomes that wait. Not thread-safe.
     """
 
-    __slots__ = ("_due", "_end", "_intents", "_live", "_open", "_recorded", "_unmade", "_waiting", "seen")
+    __slots__ = ("_due", "_end", "_intents", "_is_alone", "_live", "_open", "_recorded", "_unmade", "_waiting", "seen")
 
     def __init__(self, intents: Iterable[tuple[int, str]] = (), outcomes: Iterable[tuple[int, str]] = ()) -> None:
         self._intents = deque(sorted(intents, key=_order))
@@ -41,6 +41,8 @@ class Turns:
         self._end = self._recorded[-1][0] if self._recorded else 0
         self._open: set[str] = set()
         """Calls that were made and have not been handed their outcome."""
+        self._is_alone = True
+        """Whether the last hand-out left no call in flight: what the program does since, it does for that one outcome."""
         self._waiting: dict[str, int] = {}
         self._live: list[tuple[int, str]] = []
         """A heap of the outcomes that are not, or no longer, due; those that no longer wait are dropped when they come up."""
@@ -88,13 +90,15 @@ class Turns:
         if order > self.seen:
             self.seen = order
         self._leave(position)
+        self._is_alone = not self._open
 
     def at_once(self, position: str, seq: int) -> bool:
-        """Hand out without any waiting, if this call is the only one in flight and it is its turn; False: nothing has changed.
+        """Hand out without any waiting, if no other call has been in flight since the last hand-out, and it is this one's turn.
 
-        Where it is True, the outcome counts as handed out. Whatever the program runs beside this call, it has not run on since.
+        True: the outcome counts as handed out. False: nothing has changed. A call that was in flight *beside* the last one has to
+        wait even when it is the only one left: whoever got the last outcome may be about to see that this one is not there yet.
         """
-        if len(self._open) != 1 or position not in self._open:
+        if not self._is_alone or len(self._open) != 1 or position not in self._open:
             return False
         if self._recorded:
             order, first = self._recorded[0]
