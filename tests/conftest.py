@@ -13,6 +13,7 @@ import hypothesis
 import pytest
 
 from support.ledgers import KINDS, Bench
+from support.programs import Way
 
 # The same examples every time, so that a red test is red again; HYPOTHESIS_PROFILE=explore looks for new ones.
 # A shared machine may be slow at any moment, which says nothing about the code: no deadline, no complaint about speed.
@@ -55,3 +56,9 @@ def bench(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Bench]:
     """Storage with a clock that moves when told, once in memory and once in a file."""
     with Bench(request.param, tmp_path) as opened:
         yield opened
+
+
+@pytest.fixture(params=[False, True], ids=["sync", "async"])
+def way(request: pytest.FixtureRequest) -> Way:
+    """The two ways to write a program."""
+    return Way(is_async=request.param)

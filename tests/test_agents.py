@@ -1,14 +1,12 @@
-"""Face C: tools, agents, child runs and branches, in sync and async programs."""
+"""Face C: tools, agents and their runs, child runs and limits, in sync and async programs."""
 
 from __future__ import annotations
 
 import asyncio
-import functools
+import contextvars
 import inspect
 import threading
-from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from typing import Any
 
@@ -16,180 +14,27 @@ import pytest
 
 from agent_run_ledger import (
     AgentRunLedger,
-    AttemptsExhausted,
     Budget,
     BudgetExceededException,
     Effect,
     EffectConflict,
     InvalidArguments,
     InvalidName,
-    ReplayDivergence,
     RetryPolicy,
     Run,
-    RunawayLoopDetectedException,
     RunClosed,
     RunInputMismatch,
     RunOwned,
-    Step,
     StepFailed,
-    StepInDoubt,
     StoreUnavailable,
     UnorderedStep,
     current_run,
     current_step,
 )
 from support.ledgers import Bench, Died
-
-RUN, GOAL = "run", "do it"
-LONG = 60.0
-"""Seconds that no wait lasts unless something is broken."""
-
-Body = Callable[..., Generator[Any, Any, Any]]
-
-
-class Way:
-    """One of the two ways to write a program. What a test writes once is a sync program here and an async one there.
-
-    A body is a generator: what it yields is a call, and what comes back is the call's value, which an async program awaits.
-    """
-
-    def __init__(self, is_async: bool) -> None:
-        self.is_async = is_async
-
-    def function(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """The function as a sync or an async one."""
-        if not self.is_async:
-            return _like(fn, lambda *args, **kwargs: fn(*args, **kwargs))
-
-        async def afunction(*args: Any, **kwargs: Any) -> Any:
-            await asyncio.sleep(0)
-            value = fn(*args, **kwargs)
-            return await value if inspect.isawaitable(value) else value
-
-        return _like(fn, afunction)
-
-    def program(self, body: Body) -> Callable[..., Any]:
-        """The body as a sync or an async function."""
-
-        def play(*args: Any, **kwargs: Any) -> Any:
-            steps = body(*args, **kwargs)
-            answer: Any = None
-            while True:
-                try:
-                    answer = steps.send(answer)
-                except StopIteration as stop:
-                    return stop.value
-
-        async def aplay(*args: Any, **kwargs: Any) -> Any:
-            steps = body(*args, **kwargs)
-            resume = functools.partial(steps.send, None)
-            while True:
-                try:
-                    asked = resume()
-                except StopIteration as stop:
-                    return stop.value
-                try:
-                    resume = functools.partial(steps.send, await asked)
-                except BaseException as error:
-                    resume = functools.partial(steps.throw, error)
-
-        return _like(body, aplay if self.is_async else play)
-
-    def tool(self, ledger: AgentRunLedger, fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-        return ledger.tool(**options)(self.function(fn))
-
-    def agent(self, ledger: AgentRunLedger, body: Body, **options: Any) -> Callable[..., Any]:
-        return ledger.agent(**options)(self.program(body))
-
-    def start(self, ledger: AgentRunLedger, agent: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        options = {"run_id": RUN} | kwargs
-        if self.is_async:
-            return asyncio.run(ledger.arun(agent, *args, **options))
-        return ledger.run(agent, *args, **options)
-
-    def run(self, ledger: AgentRunLedger, body: Body, *args: Any, **options: Any) -> Any:
-        """Register the body as an agent and run it."""
-        return self.start(ledger, self.agent(ledger, body, **options), *args)
-
-
-def calling(call: Callable[[], Any]) -> Body:
-    """The body of a program that makes one call and returns its value."""
-
-    def agent() -> Any:
-        return (yield call())
-
-    return agent
-
-
-def _like(original: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
-    function.__name__ = original.__name__
-    function.__annotations__ = original.__annotations__
-    function.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
-    return function
-
-
-@pytest.fixture(params=[False, True], ids=["sync", "async"])
-def way(request: pytest.FixtureRequest) -> Way:
-    return Way(request.param)
-
-
-class Calls:
-    """What was really called, in order; a function of it may be told to raise."""
-
-    def __init__(self, *errors: BaseException) -> None:
-        self.seen: list[Any] = []
-        self.errors = list(errors)
-
-    def __call__(self, given: Any = None) -> Any:
-        self.seen.append(given)
-        if self.errors:
-            raise self.errors.pop(0)
-        return given
-
-
-class Mortal:
-    """A store that a process loses when it dies."""
-
-    def __init__(self, bench: Bench) -> None:
-        self._store = bench.store()
-        self.is_dead = False
-
-    def __getattr__(self, name: str) -> Any:
-        if self.is_dead and name != "close":
-            raise StoreUnavailable("this process is dead")
-        return getattr(self._store, name)
-
-
-def mortal(bench: Bench) -> tuple[AgentRunLedger, Callable[[], None]]:
-    """A ledger whose process can die in the middle of anything: nothing is parked or given back, the lease runs out."""
-    store = Mortal(bench)
-    ledger = AgentRunLedger(store, durability="process", clock=bench.clock)  # type: ignore[arg-type]
-
-    def die() -> None:
-        store.is_dead = True
-        raise Died
-
-    return ledger, die
-
-
-@contextmanager
-def dies(bench: Bench) -> Iterator[None]:
-    with pytest.raises((Died, StoreUnavailable)):
-        yield
-    bench.owners_die()
-
-
-def positions(ledger: AgentRunLedger, run_id: str = RUN) -> list[str]:
-    return [step.position for step in ledger.steps(run_id)]
-
+from support.programs import GOAL, LONG, RUN, Body, Calls, Invoice, Upset, Way, calling, dies, mortal, positions
 
 # --- tools ------------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Invoice:
-    number: int
-    customer: str
 
 
 def test_a_tool_outside_of_a_run_is_a_plain_call(bench: Bench, way: Way) -> None:
@@ -377,496 +222,6 @@ def test_a_registered_function_looks_like_the_one_below(bench: Bench) -> None:
     assert asyncio.run(made) == 1
 
 
-# --- what is declared about a step, in each of its spellings ----------------------------------------------------------
-
-
-class Spelling:
-    """A step named `work` without arguments, as a program may spell it. `Step`, which is a program of its own, is tried below."""
-
-    def __init__(self, name: str, way: Way) -> None:
-        self.name = name
-        self.way = way
-
-    def __call__(self, ledger: AgentRunLedger, fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-        """What makes the call, in a program of the run `RUN`; it takes `step_key=`."""
-        function = self.way.function(fn)
-        if self.name == "tool":
-            return ledger.tool(name="work", **options)(function)
-        if self.name == "Run.step":
-            return lambda **key: current_run().step("work", {}, function, **options, **key)
-        step: Any = ledger.aexecute_step if self.way.is_async else ledger.execute_step
-        return lambda **key: step(RUN, "work", {}, function, **options, **key)
-
-    def told(self, ledger: AgentRunLedger, fn: Callable[..., Any], times: int = 1, **options: Any) -> list[Any]:
-        """What a program is told that makes the call so many times, goes on whatever comes, and is gone before its run has ended."""
-        work = self(ledger, fn, **options)
-        after = self.way.function(lambda: None)
-        got: list[Any] = []
-
-        def body() -> Any:
-            for _ in range(times):
-                try:
-                    got.append((yield work()))
-                except Exception as error:
-                    got.append(error)
-            yield current_run().step("after", {}, after)
-            raise Died
-
-        with pytest.raises(Died):
-            self.way.run(ledger, body)
-        return got
-
-
-@pytest.fixture(params=["tool", "Run.step", "execute_step"])
-def spelling(request: pytest.FixtureRequest, way: Way) -> Spelling:
-    return Spelling(request.param, way)
-
-
-def test_the_call_of_a_model_changes_nothing(bench: Bench, spelling: Spelling) -> None:
-    ledger = bench.open()
-    spelling.told(ledger, lambda: None, kind="model")
-    assert ledger.steps(RUN)[0].effect == "READ"
-
-
-@pytest.mark.parametrize("effect", [*Effect, None])
-def test_an_effect_is_recorded_with_the_step(bench: Bench, spelling: Spelling, effect: Effect | None) -> None:
-    ledger = bench.open()
-    spelling.told(ledger, lambda: None, effect=effect)
-    assert ledger.steps(RUN)[0].effect == effect
-
-
-def test_a_failing_step_is_retried_as_its_policy_says(bench: Bench, spelling: Spelling) -> None:
-    calls = Calls(ValueError("1"), ValueError("2"))
-    ledger = bench.open()
-    got = spelling.told(ledger, lambda: calls("done"), retry=RetryPolicy(max_attempts=3))
-    assert got == ["done"]
-    assert ledger.steps(RUN)[0].attempts == 3
-
-
-def test_a_step_that_is_out_of_time_has_failed_now_and_at_replay(bench: Bench, spelling: Spelling) -> None:
-    gate = threading.Event()
-    slow: Any = (lambda: asyncio.Event().wait()) if spelling.way.is_async else gate.wait
-    try:
-        got = spelling.told(bench.open(), slow, timeout=0.001)
-        bench.owners_die()
-        ledger = bench.open()
-        got += spelling.told(ledger, slow, timeout=0.001)
-    finally:
-        gate.set()
-    for error in got:
-        assert type(error) is StepFailed
-        assert str(error) == "Tool execution failed: TimeoutError: no result within 0.001 s"
-        assert error.is_a("builtins.TimeoutError")
-    assert [step.attempts for step in ledger.steps(RUN)] == [1, 1]
-
-
-def test_an_output_is_built_as_it_is_declared_now_and_at_replay(bench: Bench, spelling: Spelling) -> None:
-    calls = Calls()
-    got: list[Any] = []
-    for _ in range(2):
-        got += spelling.told(bench.open(), lambda: calls(Invoice(1, "ACME")), returns=Invoice)
-        bench.owners_die()
-    assert got == [Invoice(1, "ACME")] * 2
-    assert len(calls.seen) == 1
-
-
-class NotFound(Exception):
-    def __init__(self, number: int, *, where: str) -> None:
-        super().__init__(f"no invoice {number} in {where}")
-        self.number = number
-
-
-class NotThere(NotFound):
-    pass
-
-
-def test_an_error_that_is_declared_is_raised_as_itself_now_and_at_replay(bench: Bench, spelling: Spelling) -> None:
-    got: list[Any] = []
-    calls = Calls(NotThere(7, where="the books"))
-    for _ in range(2):
-        got += spelling.told(bench.open(), calls, raises=(NotFound,))
-        bench.owners_die()
-    assert len(calls.seen) == 1
-    assert [type(error) for error in got] == [NotThere, NotThere]
-    assert [str(error) for error in got] == ["no invoice 7 in the books"] * 2
-    assert type(got[1].__cause__) is StepFailed
-
-
-def test_an_error_that_is_not_declared_is_a_step_failed_now_and_at_replay(bench: Bench, spelling: Spelling) -> None:
-    got: list[Any] = []
-    calls = Calls(ValueError("7"))
-    for _ in range(2):
-        got += spelling.told(bench.open(), calls, raises=(NotFound,))
-        bench.owners_die()
-    assert len(calls.seen) == 1
-    assert [(type(error), str(error)) for error in got] == [(StepFailed, "Tool execution failed: ValueError: 7")] * 2
-
-
-def test_a_fatal_error_ends_the_run(bench: Bench, spelling: Spelling) -> None:
-    ledger = bench.open()
-    work = spelling(ledger, Calls(NotFound(7, where="the books")), fatal=(NotFound,), retry=RetryPolicy())
-    agent = spelling.way.agent(ledger, calling(work))
-    with pytest.raises(StepFailed, match="no invoice 7"):
-        spelling.way.start(ledger, agent)
-    assert ledger.get_run(RUN).status == "FAILED"
-    assert ledger.steps(RUN)[0].attempts == 1
-    with pytest.raises(RunClosed, match="FAILED"):
-        spelling.way.start(ledger, agent)
-
-
-def test_equal_calls_with_equal_outcomes_may_be_declared_no_loop(bench: Bench, spelling: Spelling) -> None:
-    calls = Calls()
-    assert spelling.told(bench.open(), lambda: calls("same"), times=6, may_repeat=True) == ["same"] * 6
-
-
-def test_equal_calls_with_equal_outcomes_are_a_loop_where_nothing_is_declared(bench: Bench, spelling: Spelling) -> None:
-    calls = Calls()
-    ledger = bench.open()
-    work = spelling(ledger, lambda: calls("same"))
-
-    def body() -> Any:
-        for _ in range(6):
-            yield work()
-
-    with pytest.raises(RunawayLoopDetectedException):
-        spelling.way.run(ledger, body)
-    assert len(calls.seen) == 3
-    assert ledger.get_run(RUN).status == "DEAD_LETTER"
-
-
-def test_another_version_counts_attempts_afresh(bench: Bench, spelling: Spelling) -> None:
-    calls = Calls(Died(), Died())
-    retry = RetryPolicy(max_attempts=1)
-
-    def started(version: str) -> Any:
-        bench.owners_die()
-        ledger = bench.open()
-        work = spelling(ledger, lambda: calls("done"), version=version, retry=retry, effect=Effect.READ)
-        return spelling.way.start(ledger, spelling.way.agent(ledger, calling(work)))
-
-    with pytest.raises(Died):
-        started("1")
-    with pytest.raises(Died):
-        started("2")
-    assert started("3") == "done"
-    bench.owners_die()
-
-
-def test_the_same_version_has_its_attempts_spent(bench: Bench, spelling: Spelling) -> None:
-    calls = Calls(Died())
-    for error in (Died, AttemptsExhausted):
-        ledger = bench.open()
-        options: Any = {"version": "1", "retry": RetryPolicy(max_attempts=1), "effect": Effect.READ}
-        work = spelling(ledger, lambda: calls("done"), **options)
-        agent = spelling.way.agent(ledger, calling(work))
-        with pytest.raises(error):
-            spelling.way.start(ledger, agent)
-        bench.owners_die()
-    assert len(calls.seen) == 1
-    assert ledger.get_run(RUN).status == "DEAD_LETTER"
-
-
-def test_a_mutation_in_doubt_parks_the_run_and_is_never_called_again(bench: Bench, spelling: Spelling) -> None:
-    calls = Calls(Died())
-    for error in (Died, StepInDoubt, StepInDoubt):
-        ledger = bench.open()
-        work = spelling(ledger, lambda: calls("done"), effect=Effect.MUTATE)
-        agent = spelling.way.agent(ledger, calling(work))
-        with pytest.raises(error):
-            spelling.way.start(ledger, agent)
-        bench.owners_die()
-    assert len(calls.seen) == 1
-    assert ledger.get_run(RUN).status == "BLOCKED"
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"effect": "SOMETIMES"},
-        {"retry": 3},
-        {"timeout": 0},
-        {"timeout": "5"},
-        {"kind": "robot"},
-        {"identity": "amount"},
-        {"version": ""},
-        {"raises": ("ValueError",)},
-        {"fatal": int},
-    ],
-)
-def test_an_option_that_is_not_what_it_should_be_is_refused_before_anything_is_written(
-    bench: Bench, spelling: Spelling, options: dict[str, Any]
-) -> None:
-    ledger = bench.open()
-
-    def body() -> Any:
-        with pytest.raises((InvalidArguments, InvalidName)):
-            spelling(ledger, lambda: None, **options)()
-        return (yield current_run().step("after", {}, spelling.way.function(lambda: None)))
-
-    spelling.way.run(ledger, body)
-    assert positions(ledger) == ["1"]
-
-
-# --- the options of a pipeline's step ---
-
-
-def executed(bench: Bench, fn: Callable[..., Any], **options: Any) -> Any:
-    bench.owners_die()
-    return bench.pipeline(RUN, Step("work", fn, **options)).execute()
-
-
-def test_a_pipelines_step_takes_the_same_options(bench: Bench) -> None:
-    calls = Calls(NotFound(7, where="a"), NotFound(7, where="b"))
-    options: dict[str, Any] = {
-        "kind": "model",
-        "retry": RetryPolicy(max_attempts=2),
-        "timeout": LONG,
-        "raises": NotFound,
-        "returns": Invoice,
-        "version": "1",
-        "may_repeat": True,
-    }
-    with pytest.raises(NotFound):
-        executed(bench, lambda: calls({"number": 1, "customer": "ACME"}), **options)
-    options["version"] = "2"
-    assert executed(bench, lambda: calls({"number": 1, "customer": "ACME"}), **options) == Invoice(1, "ACME")
-    assert len(calls.seen) == 3
-    assert bench.open().steps(RUN)[0].effect == "READ"
-
-
-def test_a_fatal_error_ends_a_pipeline(bench: Bench) -> None:
-    calls = Calls(NotFound(7, where="a"))
-    with pytest.raises(StepFailed):
-        executed(bench, calls, fatal=NotFound)
-    assert bench.open().get_run(RUN).status == "FAILED"
-
-
-def test_a_pipelines_step_is_given_its_key(bench: Bench) -> None:
-    keys: list[str] = []
-
-    def pay(idempotency_key: str) -> None:
-        keys.append(idempotency_key)
-        if len(keys) == 1:
-            raise Died
-
-    with pytest.raises(Died):
-        executed(bench, pay)
-    executed(bench, pay)
-    (step,) = bench.open().steps(RUN)
-    assert keys == [step.idempotency_key] * 2
-    assert step.effect == "IDEMPOTENT"
-
-
-# --- identity ---------------------------------------------------------------------------------------------------------
-
-
-def test_identity_says_which_arguments_identify_a_call(bench: Bench, way: Way) -> None:
-    def ask(question: str, at: str) -> object:
-        return calls((question, at))
-
-    def life(today: str) -> None:
-        def body() -> Any:
-            got.append((yield tool("why?", today)))
-            raise Died
-
-        bench.owners_die()
-        ledger = bench.open()
-        tool = way.tool(ledger, ask, identity=lambda arguments: arguments["question"])
-        with pytest.raises(Died):
-            way.run(ledger, body)
-
-    calls = Calls()
-    got: list[Any] = []
-    life("Monday")
-    life("Tuesday")
-    assert got == [("why?", "Monday")] * 2
-    assert len(calls.seen) == 1
-
-
-def test_without_identity_every_argument_counts(bench: Bench, way: Way) -> None:
-    def ask(question: str, at: str) -> object:
-        return calls((question, at))
-
-    def life(today: str) -> None:
-        def body() -> Any:
-            yield tool("why?", today)
-            raise Died
-
-        bench.owners_die()
-        ledger = bench.open()
-        tool = way.tool(ledger, ask)
-        way.run(ledger, body)
-
-    calls = Calls()
-    with pytest.raises(Died):
-        life("Monday")
-    with pytest.raises(ReplayDivergence, match=r"\$\.at"):
-        life("Tuesday")
-    assert len(calls.seen) == 1
-
-
-# --- step_key ---------------------------------------------------------------------------------------------------------
-
-
-def test_a_key_gives_a_call_a_position_free_of_order(bench: Bench, way: Way) -> None:
-    def double(n: int) -> object:
-        return 2 * calls(n)
-
-    def life(*order: int) -> None:
-        def body() -> Any:
-            for n in order:
-                assert (yield tool(n, step_key=f"call {n}")) == 2 * n
-            assert (yield tool(100)) == 200
-            die()
-
-        ledger, die = mortal(bench)
-        tool = way.tool(ledger, double)
-        with dies(bench):
-            way.run(ledger, body)
-
-    calls = Calls()
-    life(1, 2, 3)
-    life(3, 1, 2)
-    assert calls.seen == [1, 2, 3, 100]
-    assert positions(bench.open()) == ["#call 1", "#call 2", "#call 3", "1"]
-
-
-def test_a_key_that_is_used_again_gives_an_equal_call_its_recorded_outcome(bench: Bench, spelling: Spelling) -> None:
-    calls = Calls()
-    ledger = bench.open()
-    work = spelling(ledger, lambda: calls("done"))
-
-    def body() -> Any:
-        got = []
-        for _ in range(5):
-            got.append((yield work(step_key="k")))
-        return got
-
-    assert spelling.way.run(ledger, body) == ["done"] * 5
-    assert len(calls.seen) == 1
-    assert positions(ledger) == ["#k"]
-
-
-def test_a_key_that_is_used_again_for_another_call_is_a_divergence(bench: Bench, way: Way) -> None:
-    def double(n: int) -> object:
-        return 2 * calls(n)
-
-    def body() -> Any:
-        yield tool(1, step_key="k")
-        yield tool(2, step_key="k")
-
-    calls = Calls()
-    ledger = bench.open()
-    tool = way.tool(ledger, double)
-    with pytest.raises(ReplayDivergence, match=r"\$\.n"):
-        way.run(ledger, body)
-    assert calls.seen == [1]
-    assert ledger.get_run(RUN).status == "BLOCKED"
-
-
-def test_a_key_belongs_to_its_branch(bench: Bench, way: Way) -> None:
-    def double(n: int) -> object:
-        return 2 * calls(n)
-
-    def body() -> Any:
-        got = [(yield tool(1, step_key="k"))]
-        for name in ("left", "right"):
-            with current_run().branch(name):
-                got.append((yield tool(len(got) + 1, step_key="k")))
-        return got
-
-    calls = Calls()
-    ledger = bench.open()
-    tool = way.tool(ledger, double)
-    assert way.run(ledger, body) == [2, 4, 6]
-    assert positions(ledger) == ["#k", "@left.#k", "@right.#k"]
-
-
-def test_a_tool_may_have_a_parameter_step_key_of_its_own(bench: Bench, way: Way) -> None:
-    def work(step_key: str) -> object:
-        return step_key
-
-    ledger = bench.open()
-    tool = way.tool(ledger, work)
-    assert way.run(ledger, calling(lambda: tool(step_key="mine"))) == "mine"
-    assert positions(ledger) == ["1"]
-
-
-@pytest.mark.parametrize("key", ["", " ", "a\0b", "x" * 256, 5])
-def test_a_key_that_is_no_name_is_refused(bench: Bench, spelling: Spelling, key: Any) -> None:
-    ledger = bench.open()
-    work = spelling(ledger, lambda: None)
-
-    def body() -> Any:
-        with pytest.raises(InvalidName):
-            work(step_key=key)
-        yield work()
-
-    spelling.way.run(ledger, body)
-    assert positions(ledger) == ["1"]
-
-
-# --- idempotency_key --------------------------------------------------------------------------------------------------
-
-
-def test_a_parameter_idempotency_key_gets_the_key_of_the_step_the_same_at_every_attempt(bench: Bench, way: Way) -> None:
-    calls = Calls(OSError("1"), Died(), OSError("2"))
-
-    def pay(amount: int, idempotency_key: str) -> object:
-        assert current_step().idempotency_key == idempotency_key
-        keys.append(idempotency_key)
-        return calls(amount)
-
-    keys: list[str] = []
-    for error in (Died, None):
-        ledger = bench.open()
-        tool = way.tool(ledger, pay, retry=RetryPolicy(max_attempts=9))
-        agent = way.agent(ledger, calling(functools.partial(tool, 5)))
-        if error is not None:
-            with pytest.raises(error):
-                way.start(ledger, agent)
-        else:
-            assert way.start(ledger, agent) == 5
-        bench.owners_die()
-    (step,) = ledger.steps(RUN)
-    assert keys == [step.idempotency_key] * 4
-    assert step.effect == "IDEMPOTENT"
-    assert step.arguments_json == '{"amount":5}'
-
-
-def test_what_is_declared_goes_before_the_parameter(bench: Bench, way: Way) -> None:
-    def pay(idempotency_key: str) -> object:
-        return None
-
-    ledger = bench.open()
-    tool = way.tool(ledger, pay, effect=Effect.MUTATE)
-    way.run(ledger, calling(tool))
-    assert ledger.steps(RUN)[0].effect == "MUTATE"
-
-
-def test_a_key_parameter_is_filled_in_each_spelling(bench: Bench, spelling: Spelling) -> None:
-    def pay(idempotency_key: str) -> object:
-        return idempotency_key
-
-    ledger = bench.open()
-    (got,) = spelling.told(ledger, pay)
-    assert ledger.steps(RUN)[0].idempotency_key == got
-    assert ledger.steps(RUN)[0].effect == "IDEMPOTENT"
-
-
-def test_equal_calls_have_keys_of_their_own(bench: Bench, way: Way) -> None:
-    def pay(amount: int, idempotency_key: str) -> object:
-        return idempotency_key
-
-    def body() -> Any:
-        return [(yield tool(5)), (yield tool(5))]
-
-    ledger = bench.open()
-    tool = way.tool(ledger, pay)
-    first, second = way.run(ledger, body)
-    assert first != second
-
-
 # --- current_run, current_step, and a parameter annotated Run ---------------------------------------------------------
 
 
@@ -909,6 +264,47 @@ def test_a_parameter_annotated_run_gets_the_run_and_is_no_argument(bench: Bench,
         way.start(ledger, agent, "2026-10", day=4)
     with pytest.raises(InvalidArguments, match="run"):
         way.start(ledger, agent, "2026-10", run=5, run_id="other")
+
+
+ONLY_CHECKED = """
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from somewhere import Somewhat
+    from agent_run_ledger import Run
+
+def agent(number: int, other: Somewhat, *, run: Run) -> Somewhat:
+    return [number, other, run.run_id]
+"""
+
+
+def test_a_run_is_given_where_its_class_is_imported_for_type_checkers_only(bench: Bench) -> None:
+    module: dict[str, Any] = {"__name__": "a_module"}
+    exec(ONLY_CHECKED, module)
+    ledger = bench.open()
+    agent = ledger.agent()(module["agent"])
+    assert ledger.run(agent, 1, "x", run_id=RUN) == [1, "x", RUN]
+    with pytest.raises(
+        InvalidArguments, match="argument number: expected int, found str"
+    ):  # the others are still known
+        ledger.run(agent, "1", "x", run_id="other")
+
+
+def test_an_annotation_that_is_a_class_and_one_that_is_its_name_give_the_run(bench: Bench) -> None:
+    ledger = bench.open()
+
+    @ledger.agent()
+    def by_name(n: int, run: Run) -> str:
+        return run.run_id
+
+    def by_class(n: int, run: Any) -> str:
+        return str(run.run_id)
+
+    by_class.__annotations__ = {"n": int, "run": Run, "return": str}
+    assert ledger.run(by_name, 1, run_id="a") == "a"
+    assert ledger.run(ledger.agent()(by_class), 1, run_id="b") == "b"
 
 
 def test_times_and_ids_are_the_same_at_replay(bench: Bench, way: Way) -> None:
@@ -1022,17 +418,12 @@ def test_a_completed_run_returns_its_result_without_a_call_or_a_write(bench: Ben
 def test_the_first_result_is_what_a_replay_gets(bench: Bench, way: Way) -> None:
     def body() -> Any:
         yield current_run().step("a", {}, way.function(lambda: None))
-        return Invoice(1, "ACME")
+        return {"number": 1, "customer": "ACME"}
 
     ledger = bench.open()
-    agent = way.agent(ledger, body, returns=dict[str, Any])
-    first = way.start(ledger, agent)
-    assert type(first) is dict
-    assert way.start(ledger, agent) == first == {"number": 1, "customer": "ACME"}
-
-
-class Upset(Exception):
-    pass
+    agent = way.agent(ledger, body, returns=Invoice)
+    assert way.start(ledger, agent) == Invoice(1, "ACME")
+    assert way.start(ledger, agent) == Invoice(1, "ACME")
 
 
 def test_an_exception_of_the_agent_is_raised_as_itself_and_parks_the_run_which_goes_on(bench: Bench, way: Way) -> None:
@@ -1076,8 +467,9 @@ def test_a_parked_run_is_free_for_another_process_at_once(bench: Bench, way: Way
 def test_a_run_that_another_process_works_on_is_not_run(bench: Bench, way: Way) -> None:
     def body() -> Any:
         other = bench.open()
+        agent = other.agent(name="body")(lambda: None)
         with pytest.raises(RunOwned):
-            other.run(other.agent(name="body")(lambda: None), run_id=RUN)
+            contextvars.Context().run(other.run, agent, run_id=RUN)
         return (yield current_run().step("a", {}, way.function(lambda: 1)))
 
     assert way.run(bench.open(), body) == 1
@@ -1420,3 +812,325 @@ def test_many_runs_in_one_loop_do_not_mix(bench: Bench) -> None:
     got = asyncio.run(main())
     assert got == [[[n, f"run {n}", f"run {n}"], [n + 1, f"run {n}", f"run {n}"]] for n in range(20)]
     assert all(positions(ledger, f"run {n}") == ["1", "2"] for n in range(20))
+
+
+# --- child runs -------------------------------------------------------------------------------------------------------
+
+
+class Family:
+    """A parent with a child of two steps, in a process that dies where it is told."""
+
+    def __init__(self, bench: Bench, way: Way) -> None:
+        self.bench = bench
+        self.way = way
+        self.calls = Calls()
+
+    def life(self, *, die_in: str = "", child: Body | None = None, catches: bool = False) -> Any:
+        bench, way, calls = self.bench, self.way, self.calls
+        self.ledger, die = mortal(bench)
+
+        def work(what: str) -> object:
+            calls(what)
+            if what == die_in:
+                die()
+            return what.upper()
+
+        def child_of(n: int) -> Any:
+            return [n, (yield tool(f"child {n} a")), (yield tool(f"child {n} b"))]
+
+        def parent() -> Any:
+            first = yield tool("parent a")
+            try:
+                second = yield child_agent(1)
+            except StepFailed as error:
+                if not catches:
+                    raise
+                second = str(error)
+            return [first, second, (yield tool("parent b"))]
+
+        tool = way.tool(self.ledger, work, effect=Effect.IDEMPOTENT)
+        child_agent = way.agent(self.ledger, child or child_of)
+        try:
+            return way.start(self.ledger, way.agent(self.ledger, parent))
+        finally:
+            bench.owners_die()
+
+    @property
+    def child(self) -> Any:
+        (child,) = (run for run in self.bench.open().runs() if run.parent_run_id is not None)
+        return child
+
+
+@pytest.fixture
+def family(bench: Bench, way: Way) -> Family:
+    return Family(bench, way)
+
+
+RESULT = ["PARENT A", [1, "CHILD 1 A", "CHILD 1 B"], "PARENT B"]
+ALL = ["parent a", "child 1 a", "child 1 b", "parent b"]
+
+
+def test_an_agent_inside_of_an_agent_is_a_run_of_its_own(bench: Bench, family: Family) -> None:
+    assert family.life() == RESULT
+    assert family.calls.seen == ALL
+    ledger = bench.open()
+    assert family.child.parent_run_id == RUN
+    assert family.child.status == "COMPLETED"
+    assert family.child.goal == "child_of"
+    assert [step.tool_name for step in ledger.steps(RUN)] == ["work", "child_of", "work"]
+    assert [step.tool_name for step in ledger.steps(family.child.run_id)] == ["work", "work"]
+    assert ledger.get_run(RUN).parent_run_id is None
+    assert ledger.verify().ok
+
+
+@pytest.mark.parametrize("die_in", ALL)
+def test_a_crash_anywhere_and_no_completed_step_starts_again(family: Family, die_in: str) -> None:
+    with pytest.raises((Died, StoreUnavailable)):
+        family.life(die_in=die_in)
+    assert family.life() == RESULT
+    assert family.calls.seen == [what for each in ALL for what in ([each] * 2 if each == die_in else [each])]
+    assert family.child.status == "COMPLETED"
+
+
+def test_many_crashes_in_a_child_do_not_spend_the_attempts_of_its_parent(bench: Bench, way: Way) -> None:
+    family = Family(bench, way)
+    steps = [f"{n}" for n in range(8)]
+
+    def child(n: int) -> Any:
+        done = 0
+        for step in steps:
+            assert (yield current_run().step(step, {}, way.function(crash_once(step)), effect=Effect.READ)) == step
+            done += 1
+        return done
+
+    def crash_once(step: str) -> Callable[[], object]:
+        def work() -> object:
+            family.calls(step)
+            if family.calls.seen.count(step) == 1:
+                raise Died
+            return step
+
+        return work
+
+    for _ in steps:
+        with pytest.raises(Died):
+            family.life(child=child)
+    assert family.life(child=child)[1] == len(steps)
+    assert [call for call in family.calls.seen if call in steps] == [step for step in steps for _ in range(2)]
+
+
+def test_a_failure_of_a_child_is_a_failed_step_of_its_parent(family: Family) -> None:
+    def child(n: int) -> Any:
+        yield current_run().step("a", {}, family.way.function(lambda: None))
+        raise Upset("the child's")
+
+    got = family.life(child=child, catches=True)
+    assert got == ["PARENT A", "Tool execution failed: Upset: the child's", "PARENT B"]
+    assert family.child.status == "BLOCKED"
+    assert family.bench.open().get_run(RUN).status == "COMPLETED"
+
+
+def test_a_child_whose_failure_nobody_acted_upon_goes_on_when_the_parent_is_run_again(family: Family) -> None:
+    troubles: list[Exception] = [Upset("the child's")]
+
+    def child(n: int) -> Any:
+        got = yield current_run().step("a", {}, family.way.function(lambda: family.calls("child a")))
+        if troubles:
+            raise troubles.pop()
+        return got
+
+    with pytest.raises(StepFailed, match="the child's"):
+        family.life(child=child)
+    assert family.life(child=child) == ["PARENT A", "child a", "PARENT B"]
+    assert family.calls.seen == ["parent a", "child a", "parent b"]
+
+
+def test_children_are_mapped(bench: Bench, way: Way) -> None:
+    def child(n: int) -> Any:
+        return [n, (yield tool(n))]
+
+    def parent(run: Run) -> Any:
+        return (yield run.map(child_agent, [1, 2, 3], concurrency=2))
+
+    ledger = bench.open()
+    calls = Calls()
+    tool = way.tool(ledger, lambda n: calls(n), name="tool")
+    child_agent = way.agent(ledger, child)
+    agent = way.agent(ledger, parent)
+    assert way.start(ledger, agent) == [[1, 1], [2, 2], [3, 3]]
+    assert way.start(ledger, agent) == [[1, 1], [2, 2], [3, 3]]
+    assert sorted(calls.seen) == [1, 2, 3]
+    assert [run.parent_run_id for run in ledger.runs()] == [None, RUN, RUN, RUN]
+    assert sorted(positions(ledger)) == ["1.1.1", "1.2.1", "1.3.1"]
+
+
+def test_a_child_has_its_own_budget(bench: Bench, way: Way) -> None:
+    def child() -> Any:
+        for n in range(5):
+            yield tool(n)
+
+    def parent() -> Any:
+        with pytest.raises(StepFailed, match="BudgetExceededException"):
+            yield child_agent()
+        yield tool(9)
+        return "done"
+
+    ledger = bench.open()
+    calls = Calls()
+    tool = way.tool(ledger, lambda n: calls(n), name="tool")
+    child_agent = way.agent(ledger, child, budget=Budget(steps=2))
+    assert way.run(ledger, parent) == "done"
+    assert calls.seen == [0, 1, 9]
+
+
+def test_childrens_arguments_are_checked_before_anything_happens(bench: Bench, way: Way) -> None:
+    def child(n: int) -> Any:
+        yield None
+
+    def parent() -> Any:
+        with pytest.raises(InvalidArguments, match="'child': argument n"):
+            child_agent("x")
+        return (yield current_run().step("a", {}, way.function(lambda: 1)))
+
+    ledger = bench.open()
+    child_agent = way.agent(ledger, child)
+    assert way.run(ledger, parent) == 1
+    assert positions(ledger) == ["1"]
+
+
+# --- limits -----------------------------------------------------------------------------------------------------------
+
+
+def test_an_agents_budget_of_steps_ends_its_run(bench: Bench, way: Way) -> None:
+    def body() -> Any:
+        for n in range(9):
+            yield tool(n)
+
+    ledger = bench.open(max_steps=3)
+    calls = Calls()
+    tool = way.tool(ledger, lambda n: calls(n), name="tool")
+    agent = way.agent(ledger, body, budget=Budget(steps=5))
+    with pytest.raises(BudgetExceededException):
+        way.start(ledger, agent)
+    assert calls.seen == [0, 1, 2, 3, 4]
+    assert ledger.get_run(RUN).status == "DEAD_LETTER"
+    with pytest.raises(RunClosed, match="DEAD_LETTER"):
+        way.start(ledger, agent)
+    other = way.agent(ledger, body, name="without a budget")
+    with pytest.raises(BudgetExceededException):
+        way.start(ledger, other, run_id="other")
+    assert calls.seen == [0, 1, 2, 3, 4, 0, 1, 2]
+
+
+def test_nothing_is_dispatched_after_the_deadline(bench: Bench, way: Way) -> None:
+    def body() -> Any:
+        yield tool(1)
+        bench.clock.advance(3600)
+        yield tool(2)
+
+    def due() -> datetime:
+        return datetime.fromtimestamp(bench.clock.now() + 60, UTC)
+
+    calls = Calls()
+    for budget, options in ((Budget(deadline=due()), {}), (None, {"budget": Budget(deadline=due())})):
+        ledger = bench.open(budget=budget)
+        tool = way.tool(ledger, lambda n: calls(n), name="tool")
+        agent = way.agent(ledger, body, **options)
+        with pytest.raises(BudgetExceededException, match="deadline"):
+            way.start(ledger, agent, run_id=f"{budget is None}")
+        assert ledger.get_run(f"{budget is None}").status == "DEAD_LETTER"
+        bench.clock.set_wall(bench.clock.now() - 3600)
+    assert calls.seen == [1, 1]
+
+
+def test_a_retry_after_the_deadline_is_not_made(bench: Bench, way: Way) -> None:
+    def work() -> object:
+        bench.clock.advance(3600)
+        return calls()
+
+    calls = Calls(ValueError("1"))
+    due = datetime.fromtimestamp(bench.clock.now() + 60, UTC)
+    ledger = bench.open(budget=Budget(deadline=due))
+    tool = way.tool(ledger, work, retry=RetryPolicy())
+    with pytest.raises(BudgetExceededException, match="deadline"):
+        way.run(ledger, calling(tool))
+    assert len(calls.seen) == 1
+    assert ledger.get_run(RUN).status == "DEAD_LETTER"
+
+
+def test_a_replay_after_the_deadline_gives_what_is_recorded(bench: Bench, way: Way) -> None:
+    def body() -> Any:
+        got = yield tool(1)
+        end()
+        return got
+
+    due = datetime.fromtimestamp(bench.clock.now() + 60, UTC)
+    calls = Calls()
+    ledger, end = mortal(bench)
+    tool = way.tool(ledger, lambda n: calls(n), name="tool")
+    with dies(bench):
+        way.run(ledger, body, budget=Budget(deadline=due))
+    bench.clock.advance(3600)
+    ledger, end = bench.open(), lambda: None
+    tool = way.tool(ledger, lambda n: calls(n), name="tool")
+    assert way.run(ledger, body, budget=Budget(deadline=due)) == 1
+    assert calls.seen == [1]
+
+
+# --- open_run ---------------------------------------------------------------------------------------------------------
+
+
+def opened(way: Way, ledger: AgentRunLedger, body: Body) -> Any:
+    """What the body returns as the program of `with ledger.open_run(...)`, or `async with`."""
+    program = way.program(body)
+    if not way.is_async:
+        with ledger.open_run(GOAL, RUN) as run:
+            run.result = program()
+        return run.result
+
+    async def main() -> Any:
+        async with ledger.open_run(GOAL, RUN) as run:
+            run.result = await program()
+        return run.result
+
+    return asyncio.run(main())
+
+
+def test_tools_are_steps_inside_of_an_open_run_and_plain_behind_it(bench: Bench, way: Way) -> None:
+    def body() -> Any:
+        return [(yield tool(1)), (yield current_run().step("other", {}, way.function(lambda: 2)))]
+
+    ledger = bench.open()
+    tool = way.tool(ledger, lambda n: n, name="tool")
+    assert opened(way, ledger, body) == [1, 2]
+    assert [step.tool_name for step in ledger.steps(RUN)] == ["tool", "other"]
+    assert (ledger.get_run(RUN).status, ledger.get_run(RUN).result) == ("COMPLETED", [1, 2])
+    with pytest.raises(RuntimeError):
+        current_run()
+
+
+def test_an_exception_parks_an_open_run_which_goes_on_when_it_is_opened_again(bench: Bench, way: Way) -> None:
+    def body() -> Any:
+        got = yield tool(1)
+        if troubles:
+            raise troubles.pop()
+        return got
+
+    troubles = [Upset("no")]
+    calls = Calls()
+    ledger = bench.open()
+    tool = way.tool(ledger, lambda n: calls(n), name="tool")
+    with pytest.raises(Upset):
+        opened(way, ledger, body)
+    assert ledger.get_run(RUN).status == "BLOCKED"
+    assert opened(way, ledger, body) == 1
+    assert calls.seen == [1]
+    assert ledger.get_run(RUN).status == "COMPLETED"
+
+
+def test_an_agent_inside_of_an_open_run_is_a_child(bench: Bench, way: Way) -> None:
+    ledger = bench.open()
+    tool = way.tool(ledger, lambda: 1, name="tool")
+    agent = way.agent(ledger, calling(tool))
+    assert opened(way, ledger, calling(agent)) == 1
+    assert [run.parent_run_id for run in ledger.runs()] == [None, RUN]

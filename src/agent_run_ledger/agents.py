@@ -110,9 +110,11 @@ class Agent(Registered):
             raise InvalidArguments(f"budget= is a Budget, not {budget!r}")
         self.budget = budget
         self.returns = self.returns if returns is None else returns
-        self.asks_run = [name for name, annotation in self.hints.items() if annotation is Run]
+        # It may be imported for type checkers only, so that its name is all there is.
+        given = functions.as_written(function) | self.hints
+        self.asks_run = [name for name, annotation in given.items() if annotation is Run or _names_run(annotation)]
         for asked in self.asks_run:
-            del self.hints[asked]
+            self.hints.pop(asked, None)
         self.takes = self.takes.without(self.asks_run)
 
     def created(self, given: dict[str, Any], limit: int, parent: str | None) -> Draft:
@@ -159,6 +161,10 @@ class Agent(Registered):
             is_async=self.takes.is_async, attempts=_UNLIMITED,
         )  # fmt: skip
         return place.run.perform(call, is_async=self.takes.is_async)
+
+
+def _names_run(annotation: object) -> bool:
+    return isinstance(annotation, str) and annotation in ("Run", "agent_run_ledger.Run")
 
 
 @dataclass(frozen=True, slots=True)

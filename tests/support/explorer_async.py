@@ -15,6 +15,9 @@ from support.explorer import RUN, Crash, Life, World
 TURNS_OF_A_WRITE = 3
 """How long the thread that writes for the loop gathers what comes together."""
 
+MOST_TURNS = 1000
+"""So many turns of the loop in which nothing happens are too many."""
+
 
 class Hang(AssertionError):
     """Everybody waits, and nothing is left that could happen."""
@@ -150,11 +153,14 @@ class _Selector(selectors.DefaultSelector):
     def __init__(self, life: Life) -> None:
         super().__init__()
         self._life = life
+        self._ticks = self._turns = 0
 
     def select(self, timeout: float | None = None) -> Any:
         if self._life.is_dead:
             raise Crash
-        if timeout is None:
+        self._turns = self._turns + 1 if len(self._life.ticks) == self._ticks else 0
+        self._ticks = len(self._life.ticks)
+        if timeout is None or self._turns > MOST_TURNS:
             raise Hang("everybody waits for something that nobody will do")
         found = super().select(0)
         if timeout > 0 and not found:

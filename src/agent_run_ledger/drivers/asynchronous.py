@@ -237,9 +237,24 @@ class AsyncDriver:
     async def start(self, start: Callable[[], HeldRun], wait: float | None, *, waits_for_itself: bool) -> HeldRun:
         """Take a run, in the writer's thread. Whoever else has it is waited for here, where others can go on."""
         deadline = self._clock.elapsed() + (wait or 0.0)
+        taken: list[HeldRun] = []
+
+        def take() -> HeldRun:
+            taken.append(start())
+            return taken[0]
+
+        def let_go() -> None:
+            for run in taken:
+                run.__exit__(None, None, None)
+                with suppress(LedgerError):  # the lease runs out by itself
+                    self.sync.give_back(run)
+
         while True:
             try:
-                return await self.in_thread(start)
+                return await self.in_thread(take)
+            except asyncio.CancelledError:  # the thread takes it all the same, or has taken it
+                self._writer.put(_Job(let_go, None))
+                raise
             except RunOwned as owned:
                 is_ours = waits_for_itself and owned.owner == self._leases.owner
                 if not is_ours and self._clock.elapsed() >= deadline:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from agent_run_ledger.engine.call import Call
 from agent_run_ledger.engine.history import StepHistory
 from agent_run_ledger.engine.live import Branch, LiveRun
 from agent_run_ledger.engine.log import Draft
@@ -50,31 +51,36 @@ def must_not_repeat(run: LiveRun, effect: Effect | None) -> bool:
     return effect is Effect.MUTATE or (effect is None and run.undeclared == "block")
 
 
-def left_in_doubt(run: LiveRun, branch: Branch | None) -> tuple[list[Draft], StepInDoubt | None]:
+def seen(run: LiveRun, call: Call) -> dict[str, int]:
+    """The field that says when a call was made or interrupted, where outcomes are recorded by now that its program did not know of."""
+    return {"seen": call.seen} if call.seen is not None and call.seen < run.history.last_outcome else {}
+
+
+def left_in_doubt(run: LiveRun, behind: frozenset[str] | None) -> tuple[list[Draft], StepInDoubt | None]:
     """What comes first when a program goes on although a call gave it no outcome: that it was interrupted is recorded.
 
     Where a second dispatch could do harm nothing is recorded of it: the run parks, and the program is told that the step is in doubt.
-    Without a branch it looks at every step, for a program that wants to end.
+    `behind` are the positions of the calls behind which it goes on. None: it wants to end, and every step is looked at.
     """
-    if branch is not None and not run.interrupted:
+    if behind is not None and not behind:
         return [], None
     drafts: list[Draft] = []
     steps = run.history.positions
-    for position, (owner, call) in list(run.interrupted.items()):
-        if branch is not None and owner is not branch and position not in branch.behind:
+    for position, (_, call) in list(run.interrupted.items()):
+        if behind is not None and position not in behind:
             continue
         step = steps.get(position)
         if step is not None and step.outcome is None:
             if call.was_dispatched and must_not_repeat(run, step.declared):
                 return _doubt(run, step)
-            drafts.append(cancelled(step))
+            drafts.append(cancelled(step, seen(run, call)))
         elif position not in run.history.missed and not (step is not None and step.is_missed):
-            drafts.append(missed(call, step))
-    for step in steps.values() if branch is None else ():
+            drafts.append(missed(call, step, seen(run, call)))
+    for step in steps.values() if behind is None else ():
         if step.outcome is None and step.position not in run.interrupted:
             if must_not_repeat(run, step.declared):
                 return _doubt(run, step)
-            drafts.append(cancelled(step))
+            drafts.append(cancelled(step, {}))
     return drafts, None
 
 

@@ -154,6 +154,10 @@ class Call:
     """Its place in the run, from the moment at which it is made."""
     task: Any = None
     """The task that waits for it, where it is awaited."""
+    seen: int | None = None
+    """The seq of the last outcome that its program had been handed, in an event loop, when it made this call or was interrupted."""
+    behind: frozenset[str] = frozenset()
+    """The positions of the calls that were interrupted before it was made: its program has gone on behind them."""
     was_dispatched: bool = False
     is_delivered: bool = False
     """Whether its program was given the outcome."""

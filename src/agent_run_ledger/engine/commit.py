@@ -60,14 +60,12 @@ def _honour(run: LiveRun, drafts: list[Draft]) -> bool:
     ended = {draft.position for draft in drafts if draft.kind in ("outcome", "parked")}
     if any(draft.kind == "intent" for draft in drafts) or not set(run.in_flight) <= ended:
         return False
-    state = run.history.state
-    for draft in drafts:
-        state = lifecycle.after(state, draft.event, run.run_id) if draft.event else state
+    has_ended = run.history.state.is_terminal or any(draft.event in lifecycle.ENDINGS for draft in drafts)
     is_honoured = False
     for request in run.requests:
-        answer = None if state.is_terminal else honour(request)
+        answer = None if has_ended else honour(request)
         if answer is not None:
             drafts.append(answer)
-            state = lifecycle.after(state, answer.event, run.run_id) if answer.event else state
+            has_ended = answer.event in lifecycle.ENDINGS
             is_honoured = True
     return is_honoured

@@ -38,13 +38,23 @@ def _parse_all(rows: list[Row]) -> list[dict[str, Any]] | None:
     return parsed if end == len(text) and len(parsed) == len(rows) else None
 
 
+def _order(row: Row, body: dict[str, Any]) -> int:
+    """When this happened, in the order in which outcomes were handed out: after the one with this seq, if it is no outcome itself.
+
+    An entry names it where outcomes stand before it that its program did not know of.
+    """
+    order: int = body.get("seen", row.seq)
+    return order
+
+
 class Outcome:
     """How an attempt ended: `ok` is `completed`, `failed`, `cancelled` or `unstorable` (executed, output not storable)."""
 
-    __slots__ = ("at", "digest", "ok", "payload", "retry_at", "salted", "seq")
+    __slots__ = ("at", "digest", "ok", "order", "payload", "retry_at", "salted", "seq")
 
     def __init__(self, row: Row, body: dict[str, Any]) -> None:
         self.seq = row.seq
+        self.order = _order(row, body)
         self.at: float = body["at"]
         self.ok: str = body["ok"]
         self.retry_at: float | None = body.get("retry_at")
@@ -64,7 +74,7 @@ class StepHistory:
 
     __slots__ = (
         "arguments", "attempts", "attempts_of_code", "created_at", "dependencies", "digest", "earlier", "effect", "environment",
-        "fingerprint", "followed", "input", "key", "leaf", "left", "missed", "number", "outcome", "position", "redispatched", "seq",
+        "fingerprint", "followed", "input", "key", "leaf", "left", "missed", "number", "order", "outcome", "position", "redispatched", "seq",
         "state", "token", "tool", "version", "wait",
     )  # fmt: skip
 
@@ -72,6 +82,7 @@ class StepHistory:
         assert row.position is not None
         self.position = row.position
         self.seq = row.seq
+        self.order = _order(row, body)
         self.number: int = body["step"]
         self.tool: str = body["tool"]
         self.key: str = body["key"]
@@ -91,7 +102,7 @@ class StepHistory:
         self.redispatched = 0
         """The attempt that was made without knowing what a second dispatch does; 0: none was."""
         self.missed = 0
-        """The seq of the entry that says that the program was interrupted before it got the outcome, and went on; 0: it got it."""
+        """When its program was interrupted before it got the outcome, in the order of hand-outs, and went on; 0: it got it."""
         self.outcome: Outcome | None = None
         self.earlier: Outcome | None = None
         """The outcome of the attempt before the one under way."""
@@ -159,11 +170,12 @@ class StepHistory:
 class Missed:
     """A call that was made and interrupted before anything else of it was written, by a program that went on."""
 
-    __slots__ = ("arguments", "digest", "input", "position", "seq", "tool")
+    __slots__ = ("arguments", "digest", "input", "order", "position", "seq", "tool")
 
     def __init__(self, row: Row, body: dict[str, Any]) -> None:
         self.position = row.position or ""
         self.seq = row.seq
+        self.order = _order(row, body)
         self.tool: str = body["tool"]
         self.input: str = body["payload"]
         self.arguments = row.payload
@@ -194,6 +206,8 @@ class History:
         self.positions: dict[str, StepHistory] = {}
         self.values: dict[str, tuple[dict[str, Any], bytes | None]] = {}
         self.missed: dict[str, Missed] = {}
+        self.last_outcome = 0
+        """The seq of the last outcome."""
         self.trailing: dict[str, StepHistory] = {}
         """Steps whose failure nobody has acted upon."""
         self.running: set[str] = set()
@@ -265,6 +279,7 @@ class History:
         position = row.position or ""
         step = self.positions[position]
         step.settled(row, body)
+        self.last_outcome = row.seq
         self.running.discard(position)
         if body["ok"] == "failed":
             if not self.pipeline:  # its steps stand in no order: nothing follows a failure there
@@ -296,7 +311,7 @@ class History:
             self.cause = row.payload
         if position is not None and (known := self.positions.get(position)) is not None:
             if kind == "missed":
-                known.missed = row.seq
+                known.missed = max(1, _order(row, body))
                 self.trailing.pop(position, None)
                 self.waiting.discard(position)
             elif kind == "parked":

@@ -127,6 +127,8 @@ class LiveRun:
         Raises `UnorderedStep` while a call that another task or thread made in the same branch is under way.
         """
         branch = call.branch
+        if self.interrupted:
+            call.behind = self.left_behind(branch)
         if call.key is not None or call.place is not None:
             call.position = call.place or within(branch.path, keyed(call.key or ""))
             if call.position in self.made:
@@ -140,7 +142,13 @@ class LiveRun:
             branch.numbered += 1
         self.made[call.position] = call
         if self.turns is not None:
+            call.seen = self.turns.seen
             self.turns.made(call.position)
+
+    def left_behind(self, branch: Branch) -> frozenset[str]:
+        """The positions of the interrupted calls behind which the program of this branch goes on by whatever it does now."""
+        interrupted = self.interrupted.items()
+        return frozenset(at for at, (owner, _) in interrupted if owner is branch or at in branch.behind)
 
     def admit(self, branch: Branch, maker: object, asked: str) -> None:
         """Raises `UnorderedStep` where somebody else's call is under way in this branch, or this very thread's, below a step."""
@@ -164,6 +172,7 @@ class LiveRun:
                 branch.answered.add(position)
             return
         if self.turns is not None:
+            call.seen = self.turns.seen
             self.turns.abandoned(position)
         if isinstance(error, Exception) and not (isinstance(error, StepInDoubt) and call.was_dispatched):
             self._stand_before(call)
@@ -173,17 +182,21 @@ class LiveRun:
     def begin_turns(self) -> None:
         """From now on this program is handed its outcomes in turn, the recorded ones in the order of the first time."""
         history = self.history
-        recorded = [
-            (step.seq, step.missed or step.outcome.seq if step.stands and step.outcome is not None else 0, position)
-            for position, step in history.positions.items()
-        ]
-        recorded += [(missed.seq, missed.seq, position) for position, missed in history.missed.items()]
+        calls = [(step.order, position) for position, step in history.positions.items()]
+        calls += [(missed.order, position) for position, missed in history.missed.items()]
+        given, interrupted = [], [(missed.order, position) for position, missed in history.missed.items()]
+        for position, step in history.positions.items():
+            if step.is_missed:
+                interrupted.append((step.missed or step.outcome.order if step.outcome else step.missed, position))
+            elif step.stands and step.outcome is not None:
+                given.append((step.outcome.order, position))
+        outcomes = given + interrupted  # whoever is interrupted behind an outcome has seen it
         if self.skipped:
-            recorded = [each for each in recorded if not self._is_skipped(each[2])]
-        self.turns = Turns(
-            [(seq, position) for seq, _, position in recorded],
-            [(seq, position) for _, seq, position in recorded if seq],
-        )
+            calls = [each for each in calls if not self._is_skipped(each[1])]
+            outcomes = [each for each in outcomes if not self._is_skipped(each[1])]
+        self.turns = Turns(calls, outcomes)
+        if self.skipped:
+            self.turns.seen = history.last_outcome
         for position in list(self.made):
             self.turns.made(position)
 

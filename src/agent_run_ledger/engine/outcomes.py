@@ -96,19 +96,21 @@ _INTERRUPTED = {
 }
 
 
-def cancelled(step: StepHistory) -> Draft:
+def cancelled(step: StepHistory, seen: dict[str, int]) -> Draft:
     """The outcome of a step that was interrupted and whose program went on."""
-    return _outcome(step, "cancelled", canonical.encode(_INTERRUPTED), may_repeat=False)
+    draft = _outcome(step, "cancelled", canonical.encode(_INTERRUPTED), may_repeat=False)
+    draft.fields.update(seen)
+    return draft
 
 
-def missed(call: Call, step: StepHistory | None) -> Draft:
+def missed(call: Call, step: StepHistory | None, seen: dict[str, int]) -> Draft:
     """The entry of a call whose program was interrupted before it got the outcome, and went on: that is what a replay tells it.
 
     There is an outcome that it did not get, or nothing was written of the call at all; then its arguments are kept here.
     """
     if step is None:
-        return Draft("missed", None, {"tool": call.tool}, call.stored, call.position, digest=call.digest)
-    return Draft("missed", None, {"step": step.number, "tool": call.tool}, None, call.position)
+        return Draft("missed", None, {"tool": call.tool} | seen, call.stored, call.position, digest=call.digest)
+    return Draft("missed", None, {"step": step.number, "tool": call.tool} | seen, None, call.position)
 
 
 def parked_in_doubt(step: StepHistory, why: str) -> Draft:

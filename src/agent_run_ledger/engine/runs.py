@@ -229,7 +229,7 @@ def _value(branch: Branch, position: str, name: str, fresh: Any, run: LiveRun, m
         return Plan(answer=canonical.decode(payload) if payload is not None else None)
     if (ending := admission.ending(run)) is not None:
         return Plan(error=ending)
-    drafts, doubt = admission.left_in_doubt(run, branch)
+    drafts, doubt = admission.left_in_doubt(run, run.left_behind(branch))
     if doubt is not None:
         return Plan(drafts, error=doubt)
     reason = budget.entries_spent(run.limit, history.size)

@@ -97,12 +97,12 @@ def _let_go(run: LiveRun, error: BaseException | None) -> Flow[None]:
 
 
 def _given_by(run: LiveRun, position: str) -> int:
-    """The seq of the entry that says what the program gets of this call."""
+    """When the program gets what it gets of this call, in the order of hand-outs: as a rule the seq of the outcome."""
     step = run.history.positions.get(position)
     if step is None:
-        return run.history.missed[position].seq
+        return run.history.missed[position].order
     assert step.outcome is not None
-    return step.missed or step.outcome.seq
+    return step.missed or step.outcome.order
 
 
 def _commit(
@@ -139,6 +139,8 @@ def _intend(call: Call, run: LiveRun, moment: Moment) -> Plan:
     if (refusal := admission.refusal(run, pipeline=call.place is not None)) is not None:
         return Plan(error=refusal)
     history, position = run.history, call.position
+    if run.made.get(position) is not call:
+        return Plan()  # it was interrupted before anything was written of it, and nobody would make the call
     step = history.positions.get(position)
     if step is None:
         return _begin(run, call, position, moment)
@@ -164,7 +166,7 @@ def _begin(run: LiveRun, call: Call, position: str, moment: Moment) -> Plan:
         return Plan(error=divergence) if divergence is not None else Plan(is_replay=True)
     if (ending := admission.ending(run)) is not None:
         return Plan(error=ending)
-    drafts, doubt = admission.left_in_doubt(run, call.branch)
+    drafts, doubt = admission.left_in_doubt(run, call.behind)
     if doubt is not None:
         return Plan(drafts, error=doubt)
     salted = digests.salted(history.secret, call.stored)
@@ -186,6 +188,8 @@ def _begin(run: LiveRun, call: Call, position: str, moment: Moment) -> Plan:
     fields = _fields(call, history.steps + run.ahead + 1, key, call.max_attempts - 1)
     if history.trailing:
         fields |= admission.follows(run, call.branch)
+    if call.seen is not None:
+        fields |= admission.seen(run, call)
     fingerprint = digests.fingerprint(call.tool, call.digest)
     intent = Draft("intent", Event.START_STEP, fields, call.stored, position, 1, call.digest, salted, fingerprint)
     return _dispatching([*drafts, intent], call)

@@ -5,20 +5,36 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from heapq import heappop, heappush
+from typing import NamedTuple
+
+
+class HoldUp(NamedTuple):
+    """The one call that all others wait for."""
+
+    position: str
+    is_made: bool
+    """Made, and its outcome is recorded, but nobody awaits it; otherwise it has not been made."""
+
+    def __str__(self) -> str:
+        return f"the call at position {self.position} " + (
+            "is made but not awaited" if self.is_made else "has not been made"
+        )
 
 
 class Turns:
-    """Decides which one of the outcomes that a run's calls wait for is handed to the program next.
+    """Decides which of the outcomes that a run's calls wait for is handed to the program next.
 
     A program that makes calls side by side sees in which order they come back (`as_completed`, `wait`, a flag that one branch
     sets and another reads). So outcomes are handed out one at a time, and a replay repeats two things: the order of the
-    hand-outs, and which calls had been made before each of them. The latter, because a call may have been made *instead of*
-    waiting for an outcome that came soon after.
+    hand-outs, and which calls had been made before each of them, since a call may have been made *instead of* waiting for an
+    outcome that came soon after. Between two hand-outs the driver leaves the program time to run on; here is no time.
 
-    `intents` are `(order, position)`: whatever calls the log shows to have been made, each before any outcome whose order is
-    greater was handed out. `outcomes` are `(order, position)` of what will be replayed. Two outcomes of one order go as listed.
-    The order of an outcome is its seq. For a call it may be the seq of its first entry; `seen` at the time at which it was made
-    is exact, and so it is for an interruption (`cancelled`), which no seq tells: both are written down later than they happen.
+    `intents` are `(order, position)` of all calls that the log shows to have been made: each was made before any outcome of a
+    greater order was handed out. `outcomes` are `(order, position)` of what will be replayed; those of one order go as listed.
+
+    The order of an outcome is its seq. The order of a call is what had been `seen` when it was made, and so is that of an
+    interruption, which is replayed like an outcome. Their seqs say less: they are written down later than they happen, so that
+    an outcome may stand before them that the program did not know of.
 
     A recorded outcome is handed out when its call waits for it, every recorded outcome before it is handed out or abandoned, and
     every call that was made before it is made. A live outcome waits until all recorded ones are handed out or abandoned and all
@@ -26,7 +42,7 @@ class Turns:
     outcomes in the order in which they were recorded, all those of one transaction before it asks for the next. An outcome whose
     turn is over (a call with a key that is made again) goes first of all.
 
-    No scans: everything but the first sort costs O(1), amortised, or O(log n) of the live outcomes that wait. Not thread-safe.
+    Nothing is scanned: a step costs O(1), amortised, or O(log n) of the live outcomes that wait. Not thread-safe.
     """
 
     __slots__ = ("_due", "_end", "_intents", "_is_alone", "_live", "_open", "_recorded", "_unmade", "_waiting", "seen")
@@ -121,18 +137,14 @@ class Turns:
         self._unmade.discard(position)
         self._leave(position)
 
-    def holds_up(self) -> str | None:
-        """Which call all that wait are waiting for, in words; None: nobody waits, or somebody's turn has come."""
+    def holds_up(self) -> HoldUp | None:
+        """Which call all that wait are waiting for. None: nobody waits, or somebody's turn has come."""
         if not self._waiting or self.next() is not None:
             return None
-        if self._recorded:
-            position = self._recorded[0][1]
-            if position in self._open and position not in self._waiting:
-                return f"the call at position {position} is made but not awaited"
-            if position not in self._waiting:
-                return f"the call at position {position} has not been made"
+        if self._recorded and (position := self._recorded[0][1]) not in self._waiting:
+            return HoldUp(position, is_made=position in self._open)
         missing = self._first_unmade()
-        return f"the call at position {missing[1]} has not been made" if missing is not None else None
+        return HoldUp(missing[1], is_made=False) if missing is not None else None
 
     def _first_unmade(self) -> tuple[int, str] | None:
         intents = self._intents

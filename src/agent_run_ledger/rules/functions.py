@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from types import CodeType, FunctionType, GenericAlias
 from typing import Any, get_type_hints
@@ -253,10 +254,35 @@ def name_of(function: Callable[..., Any]) -> str:
 
 
 def hints(function: Callable[..., Any]) -> dict[str, Any]:
-    """The annotations of a function, resolved; {} where it has none or they name what is not there."""
+    """The annotations of a function that can be resolved.
+
+    One may be any expression, or name what only a type checker imports: without it values stay plain, which is what they are stored as.
+    """
     try:
         return get_type_hints(function, include_extras=True)
-    except (
-        Exception
-    ):  # an annotation may be any expression: without it values stay plain, which is what they are stored as
-        return {}
+    except Exception:
+        pass
+    found: dict[str, Any] = {}
+    for name, annotation in as_written(function).items():
+        with suppress(Exception):
+            found |= get_type_hints(_annotated(name, annotation), _globals(function), include_extras=True)
+    return found
+
+
+def as_written(function: Callable[..., Any]) -> dict[str, Any]:
+    """The annotations of a function as they are written, which may be text."""
+    with suppress(Exception):
+        return dict(_layers(function)[-1].__annotations__)
+    return {}
+
+
+def _annotated(name: str, annotation: Any) -> Callable[[], None]:
+    def function() -> None: ...
+
+    function.__annotations__ = {name: annotation}
+    return function
+
+
+def _globals(function: Callable[..., Any]) -> dict[str, Any]:
+    found = getattr(_layers(function)[-1], "__globals__", {})
+    return found if isinstance(found, dict) else {}

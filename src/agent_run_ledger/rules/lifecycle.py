@@ -67,6 +67,9 @@ DELTA: dict[RunState, dict[Event, RunState]] = {
 }
 """Who owns a run is no part of its state, so an expired heartbeat changes nothing but who may claim it."""
 
+ENDINGS = frozenset(event for row in DELTA.values() for event, state in row.items() if state.is_terminal)
+"""The events behind which a run takes nothing more."""
+
 
 def after(state: RunState, event: Event, run_id: str | None = None) -> RunState:
     """The state that follows. Raises `IllegalTransition` where the table lists none."""
