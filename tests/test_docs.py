@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal, Self
 
 import pytest
 
@@ -36,6 +36,7 @@ import agent_run_ledger
 from agent_run_ledger import AgentRunLedger, Effect, LedgerError, RunawayLoopException, RunLedger, StepInDoubt, errors
 from agent_run_ledger.cli import commands
 from agent_run_ledger.contract import Row
+from agent_run_ledger.drivers import order
 from agent_run_ledger.engine.history import Outcome, StepHistory
 from agent_run_ledger.engine.recovery import Declaration, plan_recovery
 from agent_run_ledger.model import Event, RetryPolicy, RunState
@@ -152,7 +153,7 @@ class Reader:
             done = subprocess.run(
                 words,
                 cwd=self.folder,
-                env=os.environ | {"PYTHONPATH": str(ROOT / "src"), "PYTHONWARNINGS": "error"},
+                env=os.environ | {"PYTHONPATH": str(ROOT / "src"), "PYTHONWARNINGS": "error", "PYTHONUNBUFFERED": "1"},
                 capture_output=True,
                 text=True,
                 timeout=60,
@@ -167,6 +168,12 @@ class Reader:
             for statement in filter(str.strip, block.text.split(";")):
                 assert connection.execute(statement).fetchall(), f"{name_of(self.page)}:{block.line}: no rows"
                 self.ran += 1
+
+    def unsaid(self) -> list[str]:
+        """The messages that the page shows and that its snippets, which collect them in `said`, did not get."""
+        got = vars(self.module).get("said", [])
+        shown = [block.text for block in blocks(self.page) if block.info == "message"]
+        return [message for message in shown if not any(agrees(said, message) for said in got)]
 
     def leave(self) -> None:
         for value in list(vars(self.module).values()):
@@ -202,13 +209,25 @@ def check_without_running(words: list[str]) -> None:
         assert words[0] in ("git", "cd", "pip", "export"), words
 
 
+@pytest.fixture
+def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[Endpoint]:
+    """A model for the agents of the pages that call one."""
+    with Endpoint(books) as endpoint:
+        for name, value in endpoint.environment.items():
+            monkeypatch.setenv(name, value)
+        yield endpoint
+
+
+@pytest.mark.usefixtures("endpoint")
 @pytest.mark.parametrize("page", [page for page in PAGES if page.is_file()], ids=name_of)
 def test_every_snippet_of_the_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("AGENT_RUN_LEDGER_DB", "agent.db")
+    monkeypatch.setattr(order, "_STALLED_SECONDS", 0.2)  # readers wait for ten
     reader = Reader(page, tmp_path)
     try:
         reader.type_all()
+        assert reader.unsaid() == []
     finally:
         reader.leave()
 
@@ -309,23 +328,45 @@ def _undeclared_is_said() -> Iterator[None]:
         yield
 
 
-class ScriptedEndpoint(BaseHTTPRequestHandler):
-    """An endpoint that asks for one tool call, a wrong one, a right one, and then answers."""
+class Endpoint(ThreadingHTTPServer):
+    """An endpoint that speaks chat completions. What it answers is a function of what its tools have told the model."""
 
-    asked: ClassVar[list[dict[str, Any]]] = []
+    def __init__(self, answer: Callable[[list[str]], dict[str, Any]]) -> None:
+        super().__init__(("127.0.0.1", 0), _Completions)
+        self.answer = answer
+        self.asked: list[dict[str, Any]] = []
+
+    def __enter__(self) -> Self:
+        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.shutdown()
+        self.server_close()
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What a program needs to find it."""
+        address = f"http://127.0.0.1:{self.server_port}/v1"
+        return {"OPENAI_BASE_URL": address, "OPENAI_MODEL": "scripted", "OPENAI_API_KEY": "none"} | _NO_PROXY
+
+
+_NO_PROXY = {"no_proxy": "127.0.0.1", "NO_PROXY": "127.0.0.1"}
+
+
+class _Completions(BaseHTTPRequestHandler):
+    server: Endpoint
 
     def do_POST(self) -> None:
         request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.asked.append(request)
+        self.server.asked.append(request)
         told = [message["content"] for message in request["messages"] if message["role"] == "tool"]
-        message: dict[str, Any] = {"role": "assistant", "content": f"It is {told}."}
-        if len(told) < 2:
-            arguments = json.dumps({"number": "INV-107"} if told else {"nummer": "INV-107"})
-            function = {"name": "read_invoice", "arguments": arguments}
-            calls = [{"id": f"call {len(told)}", "type": "function", "function": function}]
-            message = {"role": "assistant", "content": None, "tool_calls": calls}
-        answer = json.dumps({"choices": [{"message": message}]}).encode()
+        message = {"role": "assistant", "content": None} | self.server.answer(told)
+        choice = {"index": 0, "finish_reason": "tool_calls" if "tool_calls" in message else "stop", "message": message}
+        about = {"id": "chatcmpl-1", "object": "chat.completion", "created": 1_790_000_000, "model": request["model"]}
+        answer = json.dumps({**about, "choices": [choice]}).encode()
         self.send_response(200)
+        self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(answer)))
         self.end_headers()
         self.wfile.write(answer)
@@ -333,29 +374,65 @@ class ScriptedEndpoint(BaseHTTPRequestHandler):
     def log_message(self, format: str, *args: Any) -> None: ...
 
 
+def asks_for(*calls: tuple[str, str, dict[str, Any]]) -> dict[str, Any]:
+    """The message of a model that wants these calls of tools: id, name and arguments of each."""
+    return {
+        "tool_calls": [
+            {"id": call, "type": "function", "function": {"name": name, "arguments": json.dumps(arguments)}}
+            for call, name, arguments in calls
+        ]
+    }
+
+
+def adds_up(told: list[str]) -> dict[str, Any]:
+    """A model that makes one wrong call, one right one, and then answers."""
+    if len(told) == 2:
+        return {"content": f"It is {told}."}
+    return asks_for((f"call {len(told)}", "read_invoice", {"number": "INV-107"} if told else {"nummer": "INV-107"}))
+
+
+def books(told: list[str]) -> dict[str, Any]:
+    """A model that makes two calls at once, then one more, and then answers."""
+    if not told:
+        numbers = ("INV-107", "INV-999")
+        return asks_for(*((f"call_{number}", "read_invoice", {"number": number}) for number in numbers))
+    if len(told) == 2:
+        return asks_for(("call_post", "post_entry", {"number": "INV-107", "amount": 80}))
+    return {"content": "INV-107 is booked; there is no INV-999."}
+
+
 def test_the_agent_of_the_tutorial_asks_a_real_endpoint_once_for_each_answer(tmp_path: Path) -> None:
     (block,) = (block for block in blocks(DOCS / "tutorial" / "first-agent.md") if block.title == "model_agent.py")
     said = []
-    with ThreadingHTTPServer(("127.0.0.1", 0), ScriptedEndpoint) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+    with Endpoint(adds_up) as endpoint:
         for _ in range(2):
             done = subprocess.run(
                 [sys.executable, "-W", "error", "-c", block.text],
                 cwd=tmp_path,
-                env=os.environ
-                | {"PYTHONPATH": str(ROOT / "src"), "OPENAI_BASE_URL": f"http://127.0.0.1:{server.server_port}/v1"}
-                | {"OPENAI_MODEL": "scripted", "no_proxy": "127.0.0.1"},
+                env=os.environ | {"PYTHONPATH": str(ROOT / "src")} | endpoint.environment,
                 capture_output=True,
                 text=True,
                 timeout=60,
             )
             assert done.returncode == 0, done.stderr
             said.append(done.stdout)
-        server.shutdown()
     assert said[0] == said[1]
     assert "InvalidArguments" in said[0]
     assert '"total": 80' in said[0]
-    assert [len(request["messages"]) for request in ScriptedEndpoint.asked] == [1, 3, 5]
+    assert [len(request["messages"]) for request in endpoint.asked] == [1, 3, 5]
+
+
+def test_the_agent_of_the_page_on_agents_pays_for_no_answer_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, endpoint: Endpoint
+) -> None:
+    reader = Reader(DOCS / "how-to" / "write-an-agent.md", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    try:
+        reader.type_all()
+    finally:
+        reader.leave()
+    assert [len(request["messages"]) for request in endpoint.asked] == [1, 4, 6]
+    assert "there is no INV-999" in endpoint.asked[1]["messages"][3]["content"]
 
 
 # --- links ------------------------------------------------------------------------------------------------------------
@@ -396,24 +473,31 @@ def test_every_page_can_be_reached_from_the_readme() -> None:
 
 _FOREIGN = frozenset(
     {
+        "FIRST_COMPLETED",
         "FULL",
         "NORMAL",
         "OFF",
+        "as_completed",
         "asyncio",
         "base",
+        "cancelled_caught",
         "contextvars",
         "cp",
+        "fail_after",
         "flock",
         "fullfsync",
         "hashlib",
         "json",
         "make",
         "max_retries",
+        "model_dump",
+        "move_on_after",
         "previous",
         "synchronous",
         "uniform",
         "urllib",
         "user_version",
+        "wait_for",
     }
 )
 """Names of the world that the pages may speak of beside those of the package."""
@@ -560,7 +644,7 @@ def module_table() -> str:
         ("2 engine", ["engine"]),
         ("2 stores", ["stores"]),
         ("3 drivers", ["drivers"]),
-        ("4 faces", ["ledger.py", "pipeline.py", "testing.py"]),
+        ("4 faces", ["ledger.py", "run.py", "agents.py", "pipeline.py", "guard.py", "testing.py"]),
         ("5 edges", ["cli", "demo", "__main__.py"]),
         ("the front door", ["__init__.py"]),
     ]

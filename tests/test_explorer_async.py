@@ -6,6 +6,7 @@ import asyncio
 import gc
 import itertools
 import random
+import re
 import warnings
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -354,7 +355,7 @@ async def a_step_in_doubt_while_other_branches_go_on(life: AsyncLife) -> Any:
 
 async def _refused(life: AsyncLife, program: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
     """What is left of a run that is ended while a call is under way in another branch: that one comes to its end first."""
-    slow = life.atool("slow", turns=30, effect=Effect.READ)
+    slow = life.atool("slow", turns=80, effect=Effect.READ)
 
     async def with_another_branch() -> Any:
         other = asyncio.create_task(beside("other", lambda: slow(1)))
@@ -367,7 +368,8 @@ async def _refused(life: AsyncLife, program: Callable[[], Coroutine[Any, Any, An
     with suppress(RunawayLoopException, BudgetExceededException, RunClosed, StepFailed):
         await life.arun(with_another_branch)
     run = life.ledger.get_run(RUN)
-    return run.status, run.cause, sorted((step.tool_name, step.state) for step in life.ledger.steps(RUN))
+    cause = re.sub(r"step \d+", "a step", run.cause or "")  # which of the two is begun first is nobody's promise
+    return run.status, cause, sorted((step.tool_name, step.state) for step in life.ledger.steps(RUN))
 
 
 @flow(loop_threshold=3)
@@ -375,9 +377,10 @@ async def a_loop_refused_while_another_branch_works(life: AsyncLife) -> Any:
     poll = life.atool("poll", lambda given, n: "no news", effect=Effect.READ)
 
     async def program() -> Any:
-        return [await poll(1) for _ in range(4)]
+        return [await poll(1) for _ in range(8)]  # another branch's outcome breaks a row, so there may have to be a second
 
-    return await _refused(life, program)
+    status, cause, _ = await _refused(life, program)
+    return status, cause.partition(":")[0]
 
 
 @flow(max_steps=3)
@@ -617,7 +620,7 @@ def test_whatever_write_of_a_loop_finds_the_disk_full_the_same_process_goes_on_o
         ):
             try:
                 result = life.play(lambda life=life: explorer.program(life))  # type: ignore[misc]
-            except (StoreFull, StepFailed):  # of a child
+            except (StoreFull, StepFailed, ExceptionGroup):  # also that of a child, or in a group of tasks
                 result = life.play(lambda life=life: explorer.program(life))  # type: ignore[misc]
             explorer.expect(world, result)
             life.expect_live_equals_stored()

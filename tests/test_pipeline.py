@@ -1117,3 +1117,98 @@ def test_a_timeout_is_a_failure_of_its_step_alone(bench: Bench, meeting: Meeting
         assert {step.tool_name: step.state for step in ledger.steps(RUN)}["other"] == "COMPLETED"
     finally:
         meeting.event("late").set()
+
+
+def small_diamond(calls: Calls, way: str) -> list[Step]:
+    def top() -> str:
+        return str(calls.one("top"))
+
+    def left(top: str) -> str:
+        return str(calls.one("left", f"{top}l"))
+
+    def right(top: str) -> str:
+        return str(calls.one("right", f"{top}r"))
+
+    def bottom(left: str, right: str) -> list[str]:
+        return list(calls.one("bottom", [left, right]))
+
+    async def atop() -> str:
+        await asyncio.sleep(0)
+        return top()
+
+    async def aleft(top: str) -> str:
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        return left(top)
+
+    async def aright(top: str) -> str:
+        await asyncio.sleep(0)
+        return right(top)
+
+    functions = [atop, aleft, aright, bottom] if way == "as tasks" else [top, left, right, bottom]
+    needs = [[], ["top"], ["top"], ["left", "right"]]
+    named = zip(["top", "left", "right", "bottom"], functions, needs, strict=True)
+    return [Step(name, function, before, effect=Effect.READ) for name, function, before in named]
+
+
+def mortal(ledger: RunLedger, way: str, effects: int) -> RunLedger:
+    """A ledger whose process dies at its n-th effect and performs nothing any more."""
+    driver: Any = ledger._driver if way == "in threads" else ledger._asynchronous
+    perform, left = driver.perform, itertools.count(effects - 1, -1)
+
+    def dying(effect: Any) -> Any:
+        if next(left) <= 0:
+            raise Died
+        return perform(effect)
+
+    driver.perform = dying
+    driver.behind = lambda flow: flow.close()
+    return ledger
+
+
+@pytest.mark.parametrize("again", [2, 5])
+def test_a_pipeline_that_dies_at_any_effect_and_then_again_starts_no_completed_step_twice(
+    bench: Bench, meeting: Meeting, again: int
+) -> None:
+    for first in range(1, 21):
+        run_id, calls = f"run {first}", Calls()
+        result = None
+        for death in (first, again, 1000):
+            ledger = mortal(
+                bench.pipeline(run_id, *small_diamond(calls, meeting.way), max_parallel=2), meeting.way, death
+            )
+            recorded = ledger.steps(run_id) if any(run.run_id == run_id for run in ledger.runs()) else []
+            completed = [step.tool_name for step in recorded if step.state == "COMPLETED"]
+            calls.clear()
+            try:
+                result = meeting.execute(ledger)
+            except Died:
+                bench.owners_die()
+            assert not set(calls) & set(completed)
+        assert result == ["topl", "topr"]
+        assert ledger.verify(run_id).ok
+
+
+def test_an_aexecute_that_is_cancelled_in_any_turn_of_the_loop_goes_on_later(bench: Bench) -> None:
+    async def cancelled_after(turns: int, ledger: RunLedger) -> None:
+        task = asyncio.create_task(ledger.aexecute())
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait([task])
+
+    for turns in range(40):
+        run_id, calls = f"run {turns}", Calls()
+        ledger = bench.pipeline(run_id, *small_diamond(calls, "as tasks"))
+        ledger._asynchronous.start = in_this_turn  # type: ignore[method-assign]
+        asyncio.run(cancelled_after(turns, ledger))
+        recorded = ledger.steps(run_id) if any(run.run_id == run_id for run in ledger.runs()) else []
+        calls.clear()
+        assert asyncio.run(ledger.aexecute()) == ["topl", "topr"]
+        assert not set(calls) & {step.tool_name for step in recorded if step.state == "COMPLETED"}
+        assert ledger.verify(run_id).ok
+
+
+async def in_this_turn(start: Callable[[], Any], wait: float | None, *, waits_for_itself: bool) -> Any:
+    """Take the run without the writer's thread, whose time no turn of the loop tells."""
+    return start()

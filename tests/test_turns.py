@@ -119,7 +119,10 @@ def test_an_outcome_whose_turn_is_over_goes_first() -> None:
     assert turns.seen == 3
     turns.made("2")
     assert hand_out_all(turns) == ["1"]
-    assert turns.seen == 5
+    turns.made("#k")
+    turns.waiting("#k", 3)
+    turns.handed("#k")
+    assert turns.seen == 5, "and not what it had seen before"
 
 
 def test_live_outcomes_go_in_the_order_of_their_seq() -> None:
@@ -263,9 +266,10 @@ def test_nothing_is_handed_out_at_once_before_what_stands_before_it() -> None:
 
 
 def test_a_live_outcome_is_not_handed_out_at_once_before_a_recorded_one() -> None:
-    turns = Turns([(1, "1"), (2, "2")], [(3, "2")])
-    turns.made("1")
-    assert not turns.at_once("1", 4)
+    for intents in ([(1, "1"), (2, "2")], []):
+        turns = Turns(intents, [(3, "2")])
+        turns.made("1")
+        assert not turns.at_once("1", 4)
 
 
 def test_a_refusal_to_hand_out_at_once_changes_nothing() -> None:
@@ -425,6 +429,8 @@ class Life:
         self._turns_without_timer = 0
         self._futures: dict[str, asyncio.Future[None]] = {}
         self._is_pausing = False
+        self._has_to_run_on = False
+        """Since an outcome that was handed out at once: the next one that is not leaves the program its time first."""
         self._late: list[Alarm] = []
         self._interruptions: list[Entry] = []
 
@@ -503,6 +509,7 @@ class Life:
                 await self._append(outcome)
             if self.is_quick and outcome.kind == "outcome" and self.turns.at_once(position, outcome.order):
                 self._note_hand_out(position)
+                self._has_to_run_on = True
             else:
                 self._futures[position] = asyncio.get_running_loop().create_future()
                 self.turns.waiting(position, outcome.order)
@@ -531,6 +538,8 @@ class Life:
         return left
 
     def _hand_out(self) -> None:
+        if self._has_to_run_on and not self._is_pausing:
+            self._let_it_run_on()
         while not self._is_pausing and (position := self.turns.next()) is not None:
             if (future := self._futures.pop(position)).cancelled():  # the call itself hears of it a turn later
                 self.turns.abandoned(position)
@@ -548,6 +557,7 @@ class Life:
 
     def _let_it_run_on(self) -> None:
         self._is_pausing = True
+        self._has_to_run_on = False
         self.after(self.pause, self._go_on)
 
     def _go_on(self) -> None:
@@ -825,7 +835,8 @@ def in_order(events: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
     """These events, but for the order of what is interrupted at once: asyncio cancels a group's tasks in no order."""
     ordered: list[tuple[str, ...]] = []
     for kind, group in groupby(events, lambda event: event[0]):
-        ordered += sorted(group) if kind == "interrupted" else list(group)
+        together = list(group)
+        ordered += sorted(together) if kind == "interrupted" else together
     return ordered
 
 
@@ -874,21 +885,21 @@ def live_and_replay(
 def test_random_programs_see_the_same_order_again_whatever_they_share() -> None:
     """What one branch has seen, all know at once: the slightest change of order changes the next call."""
     events: Counter[str] = Counter()
-    for seed in range(200):
+    for seed in range(160):
         events += live_and_replay(seed, [*CALLS, *BRANCHES, *BRANCHES, with_an_onlooker])
-    assert min(events[kind] for kind in ("called", "handed", "interrupted", "crashed")) > 200
+    assert min(events[kind] for kind in ("called", "handed", "interrupted", "crashed")) > 150
 
 
 def test_random_programs_that_go_by_the_clock_see_the_same_order_again() -> None:
     """Timers of the program's own interrupt calls, or make it call something else meanwhile. Branches share what they return."""
     events: Counter[str] = Counter()
-    for seed in range(200):
+    for seed in range(160):
         events += live_and_replay(seed, [*CALLS, *BRANCHES, *TIMED, *TIMED], is_exact=False)
-    assert min(events[kind] for kind in ("called", "handed", "interrupted", "crashed")) > 200
+    assert min(events[kind] for kind in ("called", "handed", "interrupted", "crashed")) > 150
 
 
 def test_a_call_that_is_alone_may_be_handed_its_outcome_at_once() -> None:
-    for seed in range(100):
+    for seed in range(80):
         live_and_replay(seed, [*CALLS, *BRANCHES], is_quick=True)
 
 

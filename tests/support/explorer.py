@@ -316,6 +316,10 @@ def judge(world: World, reader: Life) -> None:
         assert {call.run for call in seen} <= {run_id}
         assert len({call.given for call in seen}) <= 1, f"{step.tool} was given other arguments"
         assert len(seen) <= step.attempts, f"{step.tool} was called without an intent"
+        if seen and step.declared is Effect.MUTATE:
+            assert step.outcome is None or step.outcome.ok != "cancelled", (
+                f"{step.tool} took effect, and is written off"
+            )
         assert max(Counter((call.life, call.attempt) for call in seen).values(), default=0) <= 1
         if _is_settled(step) and step.outcome is not None and step.outcome.ok != "cancelled":
             assert seen or step.tool in world.agents, f"{step.tool} has an outcome and was never called"

@@ -53,7 +53,7 @@ class Boundaries:
 class Bounded:
     """A store with a place to die before and after everything that it writes."""
 
-    WRITES = ("create", "claim", "append", "release", "annotate", "close")
+    WRITES = ("create", "claim", "append", "append_all", "release", "annotate", "close")
 
     def __init__(self, store: Any, boundary: Callable[[str], None]) -> None:
         self._store = store
@@ -197,7 +197,7 @@ def live(program: str, folder: str, number: int, durability: str, die_at: int | 
     life.witness.note("passed", places=life.boundary.passed)
 
 
-def serve() -> None:
+def serve(live: Callable[..., None]) -> None:
     """Fork a process for each order, and say how it ended."""
     for line in sys.stdin:
         pid = os.fork()
@@ -229,9 +229,9 @@ class Nursery:
 
 
 @contextmanager
-def nursery() -> Iterator[Nursery]:
+def nursery(module: str = "support.twelve") -> Iterator[Nursery]:
     pipe = subprocess.PIPE
-    command = [sys.executable, "-m", "support.twelve"]
+    command = [sys.executable, "-m", module]
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment()) as process:
         yield Nursery(process)
         assert process.stdin is not None
@@ -239,4 +239,4 @@ def nursery() -> Iterator[Nursery]:
 
 
 if __name__ == "__main__":
-    serve()
+    serve(live)

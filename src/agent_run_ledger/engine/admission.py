@@ -71,7 +71,7 @@ def left_in_doubt(run: LiveRun, behind: frozenset[str] | None) -> tuple[list[Dra
             continue
         step = steps.get(position)
         if step is not None and step.outcome is None:
-            if call.was_dispatched and must_not_repeat(run, step.declared):
+            if must_not_repeat(run, step.declared) and not _is_undispatched(run, call, step):
                 return _doubt(run, step)
             drafts.append(cancelled(step, seen(run, call)))
         elif position not in run.history.missed and not (step is not None and step.is_missed):
@@ -82,6 +82,11 @@ def left_in_doubt(run: LiveRun, behind: frozenset[str] | None) -> tuple[list[Dra
                 return _doubt(run, step)
             drafts.append(cancelled(step, {}))
     return drafts, None
+
+
+def _is_undispatched(run: LiveRun, call: Call, step: StepHistory) -> bool:
+    """Whether the intent is this very call's, which was interrupted before it was dispatched. A former process may have done so."""
+    return not call.was_dispatched and step.seq > call.since and step.token == run.token
 
 
 def _doubt(run: LiveRun, step: StepHistory) -> tuple[list[Draft], StepInDoubt]:

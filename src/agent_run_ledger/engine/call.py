@@ -158,6 +158,8 @@ class Call:
     """The seq of the last outcome that its program had been handed, in an event loop, when it made this call or was interrupted."""
     behind: frozenset[str] = frozenset()
     """The positions of the calls that were interrupted before it was made: its program has gone on behind them."""
+    since: int = 0
+    """How many entries its run had when it was made."""
     was_dispatched: bool = False
     is_delivered: bool = False
     """Whether its program was given the outcome."""

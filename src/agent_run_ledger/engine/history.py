@@ -44,7 +44,7 @@ def _order(row: Row, body: dict[str, Any]) -> int:
     An entry names it where outcomes stand before it that its program did not know of.
     """
     order: int = body.get("seen", row.seq)
-    return order
+    return max(1, order)  # entry 1 is no outcome: who has seen none has seen that one
 
 
 class Outcome:
@@ -311,7 +311,7 @@ class History:
             self.cause = row.payload
         if position is not None and (known := self.positions.get(position)) is not None:
             if kind == "missed":
-                known.missed = max(1, _order(row, body))
+                known.missed = _order(row, body)
                 self.trailing.pop(position, None)
                 self.waiting.discard(position)
             elif kind == "parked":

@@ -127,6 +127,7 @@ class LiveRun:
         Raises `UnorderedStep` while a call that another task or thread made in the same branch is under way.
         """
         branch = call.branch
+        call.since = self.history.size
         if self.interrupted:
             call.behind = self.left_behind(branch)
         if call.key is not None or call.place is not None:
@@ -178,6 +179,13 @@ class LiveRun:
             self._stand_before(call)
         elif call.place is None:  # a pipeline that goes on is a pipeline that begins again
             self.interrupted[position] = (branch, call)
+
+    def interrupt(self, call: Call) -> None:
+        """The program of a call that has ended was interrupted before it could be told how: it stands behind the call."""
+        if call.key is None and call.place is None:
+            call.branch.cursor = max(call.branch.cursor, int(call.position.rpartition(".")[2]) + 1)
+        if call.place is None:
+            self.interrupted[call.position] = (call.branch, call)
 
     def begin_turns(self) -> None:
         """From now on this program is handed its outcomes in turn, the recorded ones in the order of the first time."""

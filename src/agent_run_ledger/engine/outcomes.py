@@ -57,7 +57,7 @@ def settle(call: Call, draft: Draft, error: BaseException | None, run: LiveRun, 
         return Plan([draft])
     step = run.history.positions[draft.position or ""]
     if issubclass(type(error), call.options.fatal):  # an exception may hide behind its `__class__`
-        if len(run.in_flight) > 1:
+        if run.in_flight.keys() - {step.position}:  # its own call may have been interrupted, and be in flight no more
             return Plan([draft], answer=CLOSING)
         return Plan([draft, _fatal(step)], synced=True)
     retry = call.options.retry

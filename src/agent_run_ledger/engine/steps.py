@@ -71,11 +71,11 @@ def step(run: LiveRun, call: Call) -> Flow[Any]:
     except BaseException as raised:
         run.ended(call, raised)
         if isinstance(raised, _LETS_GO):
-            yield from _let_go(run, raised)
+            yield from _let_go(run, call, raised)
         raise
     run.ended(call, None)
     if run.leaving is not None or (error is not None and run.history.state.is_terminal):  # it was fatal
-        yield from _let_go(run, None)
+        yield from _let_go(run, call, None)
     if this is not None and this.outcome is not None and this.outcome.ok == "failed":
         call.branch.hears.add(position)
     if this is not None:
@@ -87,13 +87,18 @@ _LETS_GO = (ReplayDivergence, StepInDoubt, RunClosed, RunawayLoopDetectedExcepti
 """What ends a program's work on a run: its lease is given back, as soon as none of its calls is under way."""
 
 
-def _let_go(run: LiveRun, error: BaseException | None) -> Flow[None]:
+def _let_go(run: LiveRun, call: Call, error: BaseException | None) -> Flow[None]:
     note = str(error) if isinstance(error, ReplayDivergence) else None
     if isinstance(error, ReplayDivergence):
         run.divergence = error
     run.leaving = note or run.leaving or ""
     if not run.is_busy:
-        yield GiveBack(run, run.leaving or None)
+        try:
+            yield GiveBack(run, run.leaving or None)
+        except BaseException as interruption:
+            if not isinstance(interruption, Exception):
+                run.interrupt(call)
+            raise
 
 
 def _given_by(run: LiveRun, position: str) -> int:
