@@ -897,6 +897,30 @@ def test_a_crash_with_several_in_flight_goes_on_by_what_each_declares(
     assert ledger.verify(RUN).ok
 
 
+def test_a_crash_with_three_in_flight_goes_on_one_at_a_time(bench: Bench) -> None:
+    calls, together = Calls(), threading.Barrier(3)
+
+    def pipeline(dies: bool, max_parallel: int) -> RunLedger:
+        def answer(name: str) -> Callable[[], str]:
+            def call() -> str:
+                if dies:
+                    together.wait(20)
+                return str(calls.one(name, Died() if dies else None))
+
+            return call
+
+        steps = [Step(name, answer(name), effect=Effect.READ) for name in "abc"]
+        return bench.pipeline(RUN, *steps, max_parallel=max_parallel)
+
+    with pytest.raises(Died):
+        asyncio.run(pipeline(dies=True, max_parallel=3).aexecute())
+    bench.owners_die()
+    # an outcome that waited for the calls of the log to be made would wait for ever here
+    again = asyncio.wait_for(pipeline(dies=False, max_parallel=1).aexecute(), 20)
+    assert asyncio.run(again) == {"a": "a", "b": "b", "c": "c"}
+    assert sorted(calls) == ["a", "a", "b", "b", "c", "c"]
+
+
 def test_a_fatal_error_ends_the_run_when_what_is_in_flight_is_recorded_and_nothing_new_begins(
     bench: Bench, meeting: Meeting
 ) -> None:

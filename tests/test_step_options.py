@@ -376,8 +376,6 @@ def test_a_key_gives_a_call_a_position_free_of_order(bench: Bench, way: Way) -> 
         with dies(bench):
             way.run(ledger, body)
 
-    if way.is_async:
-        pytest.xfail("a replay in an event loop waits for the call of the log that comes first, for ever")
     calls = Calls()
     life(1, 2, 3)
     life(3, 1, 2)

@@ -356,7 +356,7 @@ class UndeclaredEffectWarning(UserWarning):
 
 
 class ReplayStalledWarning(UserWarning):
-    """A replay waits for a call that is recorded and that the program does not make: its code has changed, or it waits itself."""
+    """A replay waited for a call that is recorded and that the program does not make, and went on in another order than before."""
 
 
 class PlainDataWarning(UserWarning):

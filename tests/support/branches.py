@@ -11,17 +11,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from agent_run_ledger import AgentRunLedger, Effect, RunNotFound, StepInDoubt, current_run, current_step
+from agent_run_ledger import AgentRunLedger, Effect, StepInDoubt, current_run, current_step
 from agent_run_ledger.stores import open_store
 from agent_run_ledger.stores.clock import SystemClock
-from support.twelve import Boundaries, Bounded, Nursery, nursery_of, serve
+from support.twelve import Boundaries, Bounded, serve
 from support.witness import Witness, digest
 
 RUN = "branches"
 MANY = 3
-MAIN_STEPS = {"begin": 1, "look": MANY, "slow": 1, "child": 2, "pay": 1, "end": 1}
-CHILD_STEPS = {"child look": 2, "child note": 2}
-"""What each tool is called for, in a run that nobody disturbs."""
+CALLS = {"begin": 1, "look": MANY, "pay": 1, "child look": 2, "child note": 2, "end": 1}
+"""How often each tool is called in a run that nobody disturbs; beside them `slow`, which is cancelled at some moment."""
 
 
 class Life:
@@ -41,7 +40,7 @@ class Life:
         async def call(given: Any) -> Any:
             step = current_step()
             self.boundary(f"in {name}, before its effect")
-            facts = {"run": step.run_id, "key": step.idempotency_key, "bytes": digest(given), "effect": effect}
+            facts = {"key": step.idempotency_key, "bytes": digest(given), "effect": effect}
             self.witness.note("call", step=name, life=self.number, **facts)
             self.boundary(f"in {name}, after its effect")
             for _ in range(after(given)):
@@ -63,7 +62,7 @@ class Life:
         self.witness.note(kind, runs=runs, **facts)
 
 
-def program(life: Life) -> Callable[[], Any]:
+def agent_of(life: Life) -> Callable[[], Any]:
     """The agent, with everything that stands side by side in it."""
     begin = life.tool("begin", None)
     look = life.tool("look", Effect.READ, lambda given: 7 * (MANY - given))
@@ -105,12 +104,12 @@ def program(life: Life) -> Callable[[], Any]:
     return lambda: life.ledger.arun(parent, run_id=RUN)
 
 
-def live(program_name: str, folder: str, number: int, durability: str, die_at: int | None) -> None:
+def live(program: str, folder: str, number: int, durability: str, die_at: int | None) -> None:
     """One life of the agent. Opening the ledger and reading it are no boundaries: nothing is written there."""
     warnings.simplefilter("ignore")  # that an undeclared step is dispatched again is said, and meant here
     life = Life(Path(folder), number, durability, die_at)
     life.report("before", life=number)
-    start = program(life)
+    start = agent_of(life)
     result, error = None, None
     try:
         result = asyncio.run(start())
@@ -121,12 +120,6 @@ def live(program_name: str, folder: str, number: int, durability: str, die_at: i
     life.ledger.close()
     life.witness.note("passed", places=life.boundary.passed)
 
-
-def nursery() -> Any:
-    return nursery_of("support.branches")
-
-
-__all__ = ["Nursery", "RunNotFound", "live", "nursery"]
 
 if __name__ == "__main__":
     serve(live)

@@ -53,6 +53,7 @@ def run(program: Callable[[], Coroutine[Any, Any, Any]], loop: Callable[[], asyn
             return await program()
         finally:
             guard.cancel()
+            guard.join()
 
     try:
         with asyncio.Runner(loop_factory=loop) as runner:

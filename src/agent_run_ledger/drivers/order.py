@@ -6,6 +6,7 @@ import warnings
 from typing import TYPE_CHECKING
 
 from agent_run_ledger.engine.live import LiveRun
+from agent_run_ledger.engine.positions import is_keyed
 from agent_run_ledger.engine.turns import Turns
 from agent_run_ledger.errors import ReplayStalledWarning
 
@@ -14,13 +15,15 @@ if TYPE_CHECKING:
 
 TURNS_OF_THE_LOOP = 8
 """How long the next outcome is held back after one was handed out, so that whoever awaited that one has run on."""
-_LOOK_SECONDS, _LONGEST_LOOK_SECONDS, _STALLED_SECONDS = 0.05, 1.0, 10.0
+_LOOK_SECONDS, _LONGEST_LOOK_SECONDS = 0.05, 0.5
+_PATIENCE_SECONDS = 2.0
+"""How long a replay waits for a call that was made the first time. For a call with a key, which may come in any order: one look."""
 
 
 class Order:
     """The calls of one run that wait in one loop, and the pause after each hand-out."""
 
-    __slots__ = ("_is_pacing", "_look", "_run", "_since", "_waiters", "loop", "turns")
+    __slots__ = ("_gives_way", "_is_pacing", "_look", "_run", "_since", "_waiters", "loop", "turns")
 
     def __init__(self, run: LiveRun, turns: Turns, loop: AbstractEventLoop) -> None:
         self.loop = loop
@@ -30,6 +33,8 @@ class Order:
         self._is_pacing = False
         self._look: TimerHandle | None = None
         self._since = 0.0
+        self._gives_way = False
+        """Whether this program was seen to go another way than the first time: it is not waited for again."""
 
     def at_once(self, position: str, seq: int) -> bool:
         """Whether the outcome may be handed out without any waiting; it counts as handed out then."""
@@ -76,19 +81,27 @@ class Order:
             self._hand_out()
 
     def _look_again(self, pause: float) -> None:
-        """Nobody had his turn for a while: perhaps a call was dropped without a word, or the program has changed."""
+        """Nobody had his turn for a while: perhaps a call was dropped without a word, or the program goes another way than before.
+
+        Waiting for ever would help nobody. What is handed out in another order is held to what is recorded all the same.
+        """
         self._look = None
         self._run.let_go_of_dropped()
-        if self.turns.next() is not None:
-            self._hand_out()
-        elif not self.turns.is_idle:
-            waited = self.loop.time() - self._since
-            if waited < _STALLED_SECONDS <= waited + pause and (missing := self.turns.holds_up()) is not None:
+        if self.turns.next() is None and not self.turns.is_idle:
+            missing = self.turns.holds_up()
+            patience = _PATIENCE_SECONDS
+            if self._gives_way or (missing is not None and is_keyed(missing.position)):
+                patience = _LOOK_SECONDS
+            if missing is None or self.loop.time() - self._since < patience:
+                self._look = self.loop.call_later(pause, self._look_again, min(2 * pause, _LONGEST_LOOK_SECONDS))
+                return
+            if patience == _PATIENCE_SECONDS:
+                self._gives_way = True
                 warnings.warn(
-                    f"run {self._run.run_id!r} stands still at replay: recorded outcomes wait for their turn, and {missing}. "
-                    "The program has to make the calls that are recorded, in the order of the first time; nothing is lost.",
+                    f"run {self._run.run_id!r}: at replay {missing}, and the outcomes recorded after it waited {patience:g} s for "
+                    "that. They are handed out now, in another order than the first time; whatever else differs is an error.",
                     ReplayStalledWarning,
                     stacklevel=1,
                 )
-            pause = min(2 * pause, _LONGEST_LOOK_SECONDS)
-            self._look = self.loop.call_later(pause, self._look_again, pause)
+            self.turns.abandoned(missing.position)
+        self._hand_out()

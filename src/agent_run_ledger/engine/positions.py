@@ -23,6 +23,11 @@ def keyed(key: str) -> str:
     return "#" + _escaped(key)
 
 
+def is_keyed(position: str) -> bool:
+    """Whether the call has a key."""
+    return position.rpartition(".")[2].startswith("#")
+
+
 def _escaped(name: str) -> str:
     """Dots part segments, so a name has none."""
     return name.replace("%", "%25").replace(".", "%2E") if "." in name or "%" in name else name
