@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import asyncio
 import builtins
 import contextlib
 import importlib
@@ -33,10 +34,19 @@ from typing import Any, Literal, Self
 import pytest
 
 import agent_run_ledger
-from agent_run_ledger import AgentRunLedger, Effect, LedgerError, RunawayLoopException, RunLedger, StepInDoubt, errors
+from agent_run_ledger import (
+    AgentRunLedger,
+    Effect,
+    LedgerError,
+    Run,
+    RunawayLoopException,
+    RunLedger,
+    StepFailed,
+    StepInDoubt,
+    errors,
+)
 from agent_run_ledger.cli import commands
 from agent_run_ledger.contract import Row
-from agent_run_ledger.drivers import order
 from agent_run_ledger.engine.history import Outcome, StepHistory
 from agent_run_ledger.engine.recovery import Declaration, plan_recovery
 from agent_run_ledger.model import Event, RetryPolicy, RunState
@@ -223,7 +233,6 @@ def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[Endpoint]:
 def test_every_snippet_of_the_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("AGENT_RUN_LEDGER_DB", "agent.db")
-    monkeypatch.setattr(order, "_STALLED_SECONDS", 0.2)  # readers wait for ten
     reader = Reader(page, tmp_path)
     try:
         reader.type_all()
@@ -797,6 +806,8 @@ def rich(tmp_path: Path) -> Path:
     options: dict[str, Any] = {"clock": clock, "heartbeat_seconds": 29.0}
     with AgentRunLedger(path, max_steps=8, loop_threshold=3, **options) as ledger, _undeclared_is_said():
         fill(ledger)
+    with AgentRunLedger(path, durability="process", **options) as ledger:
+        fill_side_by_side(ledger)
     with RunLedger("pipeline", path, **options) as pipeline:
         pipeline.step("one")(lambda given: given)
         pipeline.step("two", depends_on=["one"])(lambda one: one)
@@ -855,6 +866,55 @@ def fill(ledger: AgentRunLedger) -> None:
         step("exhausted", "fails", fails)
         with contextlib.suppress(LedgerError):
             ledger.create_run("exhausted", "exhausted")
+
+
+def fill_side_by_side(ledger: AgentRunLedger) -> None:
+    """What only agents write: whose run it is, what was interrupted, what was seen and acted upon by then."""
+
+    @ledger.tool(effect=Effect.READ)
+    async def look(n: int) -> int:
+        return n
+
+    @ledger.tool(effect=Effect.READ)
+    async def stay() -> None:
+        await asyncio.sleep(3600)
+
+    @ledger.tool(effect=Effect.READ)
+    async def fail() -> None:
+        raise ValueError("no such invoice")
+
+    @ledger.tool(effect=Effect.IDEMPOTENT, timeout=0.01, retry=RetryPolicy(base=0.0))
+    def dawdle() -> str:
+        threading.Event().wait(0.1)
+        return "late"
+
+    @ledger.agent()
+    async def child() -> int:
+        return await look(0)
+
+    @ledger.agent()
+    async def parent(run: Run) -> None:
+        await child()
+        for value in (run.now, run.random):
+            with contextlib.suppress(StepFailed):
+                await fail()
+            value()
+        first, second, third = (asyncio.create_task(call) for call in (look(1), look(2), stay()))
+        await first  # the second has its outcome, too, and waits for its turn
+        second.cancel()
+        third.cancel()
+        unwritten = asyncio.create_task(look(4))
+        await asyncio.sleep(0)
+        unwritten.cancel()
+        await asyncio.gather(second, third, unwritten, return_exceptions=True)
+        await look(5)
+
+    @ledger.agent()
+    def waits() -> str:
+        return dawdle()
+
+    ledger.run(parent, run_id="parent")
+    assert ledger.run(waits, run_id="waits") == "late"
 
 
 def verifier() -> Callable[[str], list[str]]:

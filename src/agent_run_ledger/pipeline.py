@@ -167,7 +167,7 @@ class Execution:
 
     def begin(self) -> list[Step]:
         """The steps that begin now; none where one of those under way is about to end the run."""
-        return [] if self.run.is_closing else self._schedule.begin()
+        return [] if self.run.closing else self._schedule.begin()
 
     def call(self, step: Step) -> Call:
         """What the run is asked for, with the outputs of the steps before."""

@@ -46,14 +46,15 @@ class AsyncLife(Life):
         loop = Loop(self)
         try:
             self.program = loop.create_task(program())
-            result = loop.run_until_complete(self.program)
-            loop.run_until_complete(_end_the_others())
-            return result
-        except asyncio.CancelledError:
-            loop.run_until_complete(_end_the_others())
-            raise
+            return loop.run_until_complete(self.program)
         finally:
             self.program = None
+            if not self.is_dead:
+                loop.run_until_complete(_end_the_others())
+                loop.run_until_complete(loop.shutdown_asyncgens())
+                loop.run_until_complete(loop.shutdown_default_executor())
+                for ledger in self._ledgers:
+                    ledger._async_driver._writer.flush()
             bury(loop)
 
     # --- what flows are made of ---------------------------------------------------------------------------------------
@@ -124,6 +125,12 @@ class WriterInTheLoop:
         if turns:
             loop.call_soon(self._later, turns - 1)
         else:
+            items, self._items = self._items, []
+            self._write(items)
+
+    def flush(self) -> None:
+        """Write what is left when the loop has come to its end: a thread would do so."""
+        while self._items:
             items, self._items = self._items, []
             self._write(items)
 

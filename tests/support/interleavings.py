@@ -6,9 +6,10 @@ import json
 from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from agent_run_ledger import AgentRunLedger
+from agent_run_ledger.contract import Row
 from agent_run_ledger.stores.memory import MemoryStore
 from support.replayed import (
     BEAT,
@@ -77,6 +78,7 @@ class Search:
         self._third = third
         self._last = left
         self._is_merging = is_merging
+        self._first: str | None = None
         self.states = 0
         self.transitions = 0
         self.reached: Counter[str] = Counter()
@@ -95,13 +97,19 @@ class Search:
         self._open: dict[tuple[int, int], int] = {}
         self._finishes: dict[Any, Finish] = {}
 
-    def run(self, *, crashes: int, lapses: int, beats: int = 0) -> Search:
-        """Visit every state once, the nearest first. An assertion that fails says by which schedule it was reached."""
+    def run(
+        self, *, crashes: int, lapses: int, beats: int = 0, first: Literal["crash", "lapse"] | None = None
+    ) -> Search:
+        """Visit every state once, the nearest first. An assertion that fails says by which schedule it was reached.
+
+        `first` leaves out where the one comes after the other, so that a long search can be made in two halves.
+        """
+        self._first = first
         left, right = map(self._root, self._scripts)
         shared, seen = self._intern(Shared()), self._intern_seen(frozenset())
-        first = State(shared, left.number, right.number, (0.0, 0.0), seen, crashes, lapses, beats)
-        came: dict[State, tuple[State, str] | None] = {first: None}
-        queue = deque([first])
+        start = State(shared, left.number, right.number, (0.0, 0.0), seen, crashes, lapses, beats)
+        came: dict[State, tuple[State, str] | None] = {start: None}
+        queue = deque([start])
         while queue:
             state = queue.popleft()
             for action in self._actions(state):
@@ -154,12 +162,13 @@ class Search:
             if isinstance(place.asks, Ended):
                 continue
             yield side
-            if state.crashes and not place.is_fresh:
+            if state.crashes and not place.is_fresh and not (self._first == "lapse" and state.lapses):
                 yield f"{side} crashes"
             if state.beats and place.may_beat:
                 yield f"{side} beats"
         shared = self._shared[state.shared]
-        if shared.is_held and (state.lapses or shared.is_orphaned):
+        may_lapse = state.lapses and not (self._first == "crash" and state.crashes)
+        if shared.is_held and (may_lapse or shared.is_orphaned):
             yield "the lease runs out"
 
     def _take(self, state: State, action: str) -> State:
@@ -339,7 +348,8 @@ class Search:
         for _, position, attempt in seen:
             assert position in steps, f"P2: step {position} was called, and the log knows nothing of it"
             assert steps[position].attempts >= attempt, f"P2: attempt {attempt} of step {position} has no intent"
-            assert attempt <= self._last.max_attempts, f"P3: step {position} was dispatched {attempt} times"
+            limit = self._last.max_attempts(steps[position].tool)
+            assert attempt <= limit, f"P3: step {position} was dispatched {attempt} times"
         finish = self._finishes[shared.rows, shared.requests]
         for position in finish.dispatched:
             if position in steps and steps[position].tool in self._last.must_not_repeat:
@@ -354,7 +364,7 @@ class Search:
         steps = shared.history.positions.values()
         assert shared.history.steps <= self._last.max_steps, f"P3: the run has {shared.history.steps} steps"
         for step in steps:
-            assert step.attempts <= self._last.max_attempts, f"P3: {step.tool} has {step.attempts} attempts"
+            assert step.attempts <= self._last.max_attempts(step.tool), f"P3: {step.tool} has {step.attempts} attempts"
         assert _verified(shared.store()) == [], "P4: the log does not verify"
         self._finishes[shared.rows, shared.requests] = self._finish(shared)
 
@@ -429,11 +439,20 @@ class Search:
 
 
 def _expect_intent(shared: Shared, call: Called) -> None:
-    """P1 and P2: a function is entered after its intent was written, and before any outcome was."""
+    """P1 and P2: a function is entered after its intent was written, and not if it has an outcome that stands."""
     step = shared.history.positions.get(call.position)
     assert step is not None, f"P2: {call.tool} was dispatched without an intent"
     assert step.outcome is None, f"P1: {call.tool} has an outcome and was called again"
     assert step.attempts == call.attempt, f"P2: attempt {call.attempt} of {call.tool} was dispatched without its intent"
+    failure: Row | None = None
+    for row in shared.rows:
+        if row.kind == "outcome" and row.position == call.position:
+            failure = row
+            assert json.loads(row.body)["ok"] == "failed", f"P1: {call.tool} had an outcome and was called again"
+        elif row.kind in ("intent", "value") and failure is not None:
+            assert row.position == call.position, (
+                f"P1: {call.tool} had failed, that was acted upon, and it was called again"
+            )
     _expect_one_payload(shared, call)
 
 

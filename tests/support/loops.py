@@ -32,7 +32,9 @@ class CountingLoop(asyncio.SelectorEventLoop):
         super()._run_once()  # type: ignore[misc]
 
 
-def run(program: Callable[[], Coroutine[Any, Any, Any]], loop: Callable[[], asyncio.AbstractEventLoop] = CountingLoop) -> Any:
+def run(
+    program: Callable[[], Coroutine[Any, Any, Any]], loop: Callable[[], asyncio.AbstractEventLoop] = CountingLoop
+) -> Any:
     """What the program returns or raises, in a loop of its own. Fails where it hangs, or where the loop has something to complain of."""
     complaints: list[Any] = []
     is_hanging = threading.Event()

@@ -153,8 +153,12 @@ class Script:
     """How it may end, if not by one of those."""
     must_not_repeat: tuple[str, ...] = ()
     """The tools that may be called once at most."""
-    max_attempts: int = 4
+    attempts: dict[str, int] = field(default_factory=dict)
+    """How often a tool may be dispatched for one step, where that is not four times."""
     max_steps: int = 3
+
+    def max_attempts(self, tool: str) -> int:
+        return self.attempts.get(tool, 4)
 
 
 class Life:
@@ -167,6 +171,8 @@ class Life:
         self._wall = WALL
         self.asked: Ask | None = None
         """The first thing that nobody answered."""
+        self._broken: AssertionError | None = None
+        """A promise that was seen broken inside a step, where it would pass for the step's own failure."""
         self.memory = Memory(0, waits=False)
         """What the program and its ledger know as they ask that."""
         lease = {"lease_seconds": LEASE_SECONDS, "heartbeat_seconds": LEASE_SECONDS / 2}
@@ -176,7 +182,7 @@ class Life:
         self.ledger._leases._heart = threading.Lock()  # no heartbeat comes on its own: time is the test's
 
     def live(self) -> Ask:
-        """Play until the script is over or asks what nobody answers. Returns that."""
+        """Play until the script is over or asks what nobody answers. Returns that, and raises what `answers` found broken."""
         ended = Ended("parted")
         try:
             ended = Ended("returned", json.dumps(self._play()))
@@ -187,6 +193,8 @@ class Life:
         finally:
             with suppress(Parted):
                 self.ledger.close()
+        if self._broken is not None:
+            raise self._broken
         return self.asked or ended
 
     def _play(self) -> Any:
@@ -232,7 +240,12 @@ class Life:
     def ask(self, ask: Ask) -> Any:
         """Ask the world. Raises `Parted` where there is no answer yet."""
         while True:
-            heard = None if self.asked is not None else self._answers(ask)
+            heard = None
+            if self.asked is None:
+                try:
+                    heard = self._answers(ask)
+                except AssertionError as broken:
+                    self._broken = broken
             if heard is None:
                 if self.asked is None:
                     self.asked = ask
@@ -383,43 +396,45 @@ class _Walk:
             self.value(value)
 
     def value(self, value: Any) -> None:
-        kind = type(value)
-        if kind is float:
+        kind: Any = type(value)
+        manner = _manner(kind)
+        if manner == "plain":
+            self.said += (kind, value)
+        elif manner == "float":
             if abs(value - ELAPSED) < ELAPSED / 2:  # what is past is past, however long ago
                 left = max(0.0, value - self._life.elapsed())
                 self.waits = self.waits or left > 0
                 self.said += ("seconds left", left)
             else:
                 self.said += (kind, value)
-        elif kind in (int, str, bytes, bool, NoneType) or isinstance(value, Enum):
-            self.said += (kind, value)
+        elif manner == "opaque":
+            self.said += (kind, getattr(value, "__qualname__", ""))
         elif value is self._life:
             self.said += ("life", self._life.now())
-        elif isinstance(value, _OPAQUE):
-            self.said += (kind, getattr(value, "__qualname__", ""))
         elif id(value) in self._met:
             self.said += ("met", self._met[id(value)])
         else:
             self._met[id(value)] = len(self._met)
             self._kept.append(value)  # or another object would be met at its address
             self.said.append(kind)
-            self._inside(value)
+            self._inside(value, manner)
 
-    def _inside(self, value: Any) -> None:
-        if isinstance(value, Mapping):
-            self._each(part for pair in value.items() for part in pair)
-        elif isinstance(value, tuple | list | deque):
+    def _inside(self, value: Any, manner: str) -> None:
+        if manner == "sequence":
             self._each(value)
-        elif isinstance(value, Set):
+        elif manner == "mapping":
+            self._each(value)
+            self._each(value.values())
+        elif manner == "set":
             self._each(sorted(value, key=repr))
-        elif isinstance(value, FunctionType):
+        elif manner == "function":
             self.said.append(value.__code__)
             self._each(cell.cell_contents for cell in value.__closure__ or ())
-        elif isinstance(value, MethodType):
+        elif manner == "method":
             self._each((value.__func__, value.__self__))
-        elif isinstance(value, partial):
+        elif manner == "partial":
             self._each((value.func, value.args, value.keywords))
-        elif isinstance(value, GeneratorType):
+        elif manner == "generator":
             if value.gi_frame is not None:
                 self.frame(value.gi_frame)
             self.value(value.gi_yieldfrom)
@@ -427,7 +442,7 @@ class _Walk:
             if isinstance(value, BaseException):
                 self._each((value.args, value.__cause__))
             self._each(vars(value).values() if hasattr(value, "__dict__") else ())
-            self._each(getattr(value, name, None) for name in _slots(value.__class__))
+            self._each([getattr(value, name, None) for name in _slots(value.__class__)])
 
     def _each(self, values: Iterable[Any]) -> None:
         number = 0
@@ -435,6 +450,26 @@ class _Walk:
             self.value(value)
             number += 1
         self.said.append(number)
+
+
+_MANNERS: dict[str, tuple[type, ...]] = {
+    "opaque": _OPAQUE,
+    "float": (float,),
+    "plain": (int, str, bytes, NoneType, Enum),
+    "mapping": (Mapping,),
+    "sequence": (tuple, list, deque),
+    "set": (Set,),
+    "function": (FunctionType,),
+    "method": (MethodType,),
+    "partial": (partial,),
+    "generator": (GeneratorType,),
+}
+
+
+@cache
+def _manner(kind: Any) -> str:
+    """How an object of this kind is looked into."""
+    return next((manner for manner, kinds in _MANNERS.items() if issubclass(kind, kinds)), "object")
 
 
 @cache

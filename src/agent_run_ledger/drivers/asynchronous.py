@@ -154,6 +154,10 @@ class _InLoop(threading.local):
     items: list[_Item]
     replayed = 0
 
+    def __init__(self) -> None:
+        self.looked_at: set[Branch] = set()
+        """The branches whose calls that have not begun were looked at: nobody is cancelled within a turn."""
+
 
 class AsyncDriver:
     """Obeys flows in an event loop. Many loops and threads may use one driver.
@@ -177,13 +181,26 @@ class AsyncDriver:
 
     def call(self, run: HeldRun, call: Call) -> Coroutine[Any, Any, Any]:
         """The program makes this call now; whoever awaits what this returns gets its outcome. Raises `UnorderedStep`."""
+        branch = call.branch
+        if branch.unbegun and branch not in self._in_loop.looked_at:
+            self._look_for_dropped(run, branch)
         self.sync.make(run, call)
         made = self._outcome(run, call)
         call.coroutine = weakref.ref(made)
+        branch.unbegun[call.position] = call
         return made
+
+    def _look_for_dropped(self, run: HeldRun, branch: Branch) -> None:
+        """Whoever makes a call goes on behind those that were cancelled before they began. Looked for once in a turn."""
+        run.let_go_of_dropped(branch)
+        looked_at = self._in_loop.looked_at
+        if not looked_at:
+            asyncio.get_running_loop().call_soon(looked_at.clear)
+        looked_at.add(branch)
 
     async def _outcome(self, run: HeldRun, call: Call) -> Any:
         call.coroutine = None  # it has begun, and says itself how it ends
+        call.branch.unbegun.pop(call.position, None)
         call.task = asyncio.current_task()
         return await self.obey(step(run, call))
 
@@ -230,7 +247,11 @@ class AsyncDriver:
             with suppress(LedgerError):  # nobody is there to hear of it, and the lease runs out by itself
                 self.sync.obey(flow)
 
-        self._enqueue(_Job(work, None), asyncio.get_running_loop())
+        job = _Job(work, None)
+        if self._synced:
+            self._writer.put(job)
+        else:  # behind what this turn of the loop writes, and behind what waits for a sync in the thread
+            self._enqueue(_Job(lambda: self._writer.put(job), None), asyncio.get_running_loop())
 
     # --- programs -----------------------------------------------------------------------------------------------------
 
@@ -271,8 +292,7 @@ class AsyncDriver:
         if not run.is_held:
             return
         if not isinstance(error, Exception):  # nothing can be awaited any more
-            self._cancel_calls(run)
-            self.behind(runs.park(run, error))
+            self._park_behind(run, error)
             return
         try:
             await self._stop_calls(run)
@@ -280,6 +300,23 @@ class AsyncDriver:
                 error.add_note("the run was not parked: calls of it are still under way")
         except LedgerError as trouble:
             error.add_note(f"the run could not be parked: {trouble}")
+        except BaseException:  # cancelled, while it parks for another reason
+            self._park_behind(run, error)
+            raise
+
+    def _park_behind(self, run: HeldRun, error: BaseException) -> None:
+        """Park the run as soon as the last of its calls, which are cancelled, has ended. Waits for nothing."""
+        under_way = set(self._cancel_calls(run))
+
+        def ended(task: asyncio.Task[Any]) -> None:
+            under_way.discard(task)
+            if not under_way:
+                self.behind(runs.park(run, error))
+
+        for task in list(under_way):
+            task.add_done_callback(ended)
+        if not under_way:
+            self.behind(runs.park(run, error))
 
     def _cancel_calls(self, run: HeldRun) -> list[asyncio.Task[Any]]:
         here = asyncio.current_task()
@@ -322,6 +359,9 @@ class AsyncDriver:
         try:
             results = await asyncio.gather(*tasks, return_exceptions=True)
         finally:
+            for thunk in thunks:
+                if inspect.iscoroutine(thunk) and inspect.getcoroutinestate(thunk) == inspect.CORO_CREATED:
+                    thunk.close()  # its branch was not begun
             run.joined(branches)
         for result in results:
             if isinstance(result, BaseException) and not isinstance(result, _NotBegun):
@@ -418,7 +458,7 @@ class AsyncDriver:
         if isinstance(effect, Warn | Fetch):  # to read a value costs less than to decode it, and waits for no sync
             return self.sync.perform(effect)
         if isinstance(effect, Quiet):
-            return await self._wait_for_quiet(cast(HeldRun, effect.run))
+            return await self._wait_for_quiet(effect)
         if isinstance(effect, AwaitLate):
             return await self._await_late(effect)
         assert isinstance(effect, GiveBack)
@@ -573,9 +613,9 @@ class AsyncDriver:
         await pause(self._clock, seconds)
 
     @staticmethod
-    async def _wait_for_quiet(run: HeldRun) -> None:
+    async def _wait_for_quiet(effect: Quiet) -> None:
         pause = 0.001
-        while run.in_flight:
+        while not effect.is_over:
             await asyncio.sleep(pause)
             pause = min(pause * 1.5, 0.05)
 

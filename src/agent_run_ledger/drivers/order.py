@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING
+from typing import Any
 
 from agent_run_ledger.engine.live import LiveRun
 from agent_run_ledger.engine.positions import is_keyed
 from agent_run_ledger.engine.turns import Turns
 from agent_run_ledger.errors import ReplayStalledWarning
-
-if TYPE_CHECKING:
-    from asyncio import AbstractEventLoop, Future, TimerHandle
 
 TURNS_OF_THE_LOOP = 8
 """How long the next outcome is held back after one was handed out, so that whoever awaited that one has run on."""
@@ -25,13 +22,13 @@ class Order:
 
     __slots__ = ("_gives_way", "_is_pacing", "_look", "_run", "_since", "_waiters", "loop", "turns")
 
-    def __init__(self, run: LiveRun, turns: Turns, loop: AbstractEventLoop) -> None:
+    def __init__(self, run: LiveRun, turns: Turns, loop: Any) -> None:
         self.loop = loop
         self._run = run
         self.turns = turns
-        self._waiters: dict[str, Future[None]] = {}
+        self._waiters: dict[str, Any] = {}
         self._is_pacing = False
-        self._look: TimerHandle | None = None
+        self._look: Any = None
         self._since = 0.0
         self._gives_way = False
         """Whether this program was seen to go another way than the first time: it is not waited for again."""

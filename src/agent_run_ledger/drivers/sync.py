@@ -227,8 +227,7 @@ class SyncDriver:
             effect.run.turns.handed(effect.call.position)
 
     def _wait_for_quiet(self, effect: Quiet) -> None:
-        run = cast(HeldRun, effect.run)
-        while run.in_flight:
+        while not effect.is_over:
             self._clock.sleep(POLL_SECONDS)
 
     def _wait(self, effect: Wait) -> None:

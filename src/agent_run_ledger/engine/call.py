@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, TypedDict, cast
+from typing import Any, Literal, NamedTuple, TypedDict
 
 from agent_run_ledger.engine import recovery
 from agent_run_ledger.engine.live import Branch
@@ -113,6 +113,7 @@ def _exceptions(given: Any) -> tuple[type[BaseException], ...]:
 
 
 _NOTHING = Options()
+_NOWHERE: Any = None
 
 
 @dataclass(slots=True)
@@ -137,7 +138,7 @@ class Call:
     """Whether the function is given the idempotency key as `idempotency_key`."""
     attempts: int = 0
     """Dispatches over errors, crashes and reruns; 0: as its options say."""
-    branch: Branch = cast(Branch, None)
+    branch: Branch = _NOWHERE
     """The branch in which it is made: whoever makes it says so."""
     maker: object = None
     """The task or thread that makes it."""

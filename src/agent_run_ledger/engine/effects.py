@@ -89,9 +89,14 @@ class Turn(NamedTuple):
 
 
 class Quiet(NamedTuple):
-    """Wait until no step of the run is in flight."""
+    """Wait until no step of the run is in flight, for whoever `ends` the run; for others until nobody waits to end it."""
 
     run: LiveRun
+    ends: bool
+
+    @property
+    def is_over(self) -> bool:
+        return not (self.run.in_flight if self.ends else self.run.closing)
 
 
 class Wait(NamedTuple):

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class Branch:
     """One line of calls: the run's own, or one that goes on beside it. Its positions begin with its path."""
 
-    __slots__ = ("answered", "behind", "cursor", "hears", "maker", "numbered", "path")
+    __slots__ = ("answered", "behind", "cursor", "hears", "maker", "numbered", "path", "unbegun")
 
     def __init__(self, path: str = "") -> None:
         self.path = path
@@ -26,6 +26,8 @@ class Branch:
         self.numbered = 0
         """How many of its calls are under way, those with a key left out, and `maker` is who made them."""
         self.maker: object = None
+        self.unbegun: dict[str, Call] = {}
+        """Its calls whose coroutine has not begun, by position: a task that is cancelled early closes it without a word."""
         self.hears: set[str] = set()
         """The positions of failures that its program was told of."""
         self.behind: set[str] = set()
@@ -86,8 +88,8 @@ class LiveRun:
         self.branches: dict[str, Branch] = {"": self.root}
         self.interrupted: dict[str, tuple[Branch, Call]] = {}
         """The calls whose program was interrupted before it got their outcome, and the branch that may go on."""
-        self.is_closing = False
-        """Whether the run ends as soon as nothing is in flight: nothing new begins."""
+        self.closing = 0
+        """How many calls wait to end the run as soon as nothing is in flight: nothing new begins."""
         self.divergence: ReplayDivergence | None = None
         """What the program was told when it asked for something else than what is recorded: it appends nothing any more."""
         self.turns = None
@@ -105,6 +107,8 @@ class LiveRun:
         if branch is None:
             branch = self.branches[path] = Branch(path)
         branch.hears |= parent.hears
+        if parent.unbegun:
+            self.let_go_of_dropped(parent)
         if self.interrupted:
             branch.behind |= parent.behind
             branch.behind |= {position for position, (owner, _) in self.interrupted.items() if owner is parent}
@@ -166,6 +170,7 @@ class LiveRun:
             return
         del self.made[position]
         self.in_flight.pop(position, None)
+        branch.unbegun.pop(position, None)
         if call.key is None and call.place is None:
             branch.numbered -= 1
         if call.is_delivered:
@@ -217,10 +222,12 @@ class LiveRun:
         if call.key is None and call.place is None:
             call.branch.cursor = min(call.branch.cursor, int(call.position.rpartition(".")[2]))
 
-    def let_go_of_dropped(self) -> None:
-        """Calls that were made, and whose coroutine was closed before it began."""
-        for call in [call for call in self.made.values() if call.is_dropped]:
-            self.ended(call, None)
+    def let_go_of_dropped(self, branch: Branch | None = None) -> None:
+        """Calls that were made, in this branch or in any, and whose coroutine was closed before it began."""
+        made = self.made if branch is None else branch.unbegun
+        for call in list(made.values()):
+            if call.is_dropped:
+                self.ended(call, None)
 
     @property
     def is_busy(self) -> bool:

@@ -15,6 +15,8 @@ from agent_run_ledger.rules import backoff, canonical, digests, failures
 
 CLOSING = "closing"
 """The answer to what would end the run while other steps are in flight: they finish and are recorded first."""
+HELD = "held"
+"""The answer to what would begin something new meanwhile."""
 
 
 def _outcome(step: StepHistory, ok: str, payload: bytes, may_repeat: bool) -> Draft:
@@ -53,9 +55,11 @@ def raised(run: LiveRun, call: Call, step: StepHistory, error: Exception, *, ok:
 
 def settle(call: Call, draft: Draft, error: BaseException | None, run: LiveRun, moment: Moment) -> Plan:
     """Write an outcome; a failure that may be retried says when, and one that is fatal ends the run."""
+    step = run.history.positions[draft.position or ""]
+    if step.outcome is not None:
+        return Plan()  # that its program was interrupted and has gone on was written first, by another thread
     if error is None:
         return Plan([draft])
-    step = run.history.positions[draft.position or ""]
     if issubclass(type(error), call.options.fatal):  # an exception may hide behind its `__class__`
         if run.in_flight.keys() - {step.position}:  # its own call may have been interrupted, and be in flight no more
             return Plan([draft], answer=CLOSING)
@@ -85,7 +89,8 @@ def park_ambiguous(step: StepHistory, error: Exception, run: LiveRun, moment: Mo
     why = f"{failures.text(failures.describe(error))} does not tell whether it took effect"
     doubt = in_doubt(run, step, why)
     doubt.__cause__ = error
-    return Plan([parked_in_doubt(step, why)], error=doubt)
+    park = [] if step.state == StepState.BLOCKED else [parked_in_doubt(step, why)]
+    return Plan(park, error=doubt)
 
 
 _INTERRUPTED = {

@@ -115,19 +115,26 @@ def _commit(
 ) -> Flow[None]:
     """Commit what may end the run, or has to look at arguments that are not in memory.
 
-    Before the end whatever is in flight finishes and is recorded; what is not in memory is fetched, and it is decided anew.
+    Before the end whatever is in flight finishes and is recorded, and nothing new begins; what is not in memory is fetched. Then it
+    is decided anew.
     """
-    while (answer := (yield Commit(run, decide, token, is_recorded))) is not None:
-        if isinstance(answer, Fetch):
-            call.recorded = yield answer
-            call.is_fetched = True
-            continue
-        assert answer is outcomes.CLOSING
-        run.is_closing = True
-        try:
-            yield Quiet(run)
-        finally:
-            run.is_closing = False
+    closes = False
+    try:
+        while (answer := (yield Commit(run, decide, token, is_recorded))) is not None:
+            if isinstance(answer, Fetch):
+                call.recorded = yield answer
+                call.is_fetched = True
+            elif answer is outcomes.CLOSING:
+                run.closing += not closes
+                closes = True  # until the end is written
+                yield Quiet(run, ends=True)
+            else:
+                assert answer is outcomes.HELD
+                run.closing -= closes
+                closes = False
+                yield Quiet(run, ends=False)
+    finally:
+        run.closing -= closes
 
 
 _DISPATCHED_AGAIN = (
@@ -187,8 +194,8 @@ def _begin(run: LiveRun, call: Call, position: str, moment: Moment) -> Plan:
     if reason is not None:
         error = BudgetExceededException(run.run_id, reason)
         return _refusing(run, call, drafts, Event.BUDGET_EXHAUSTED, {"rule": "budget", "reason": reason}, error)
-    if run.is_closing and run.in_flight:
-        return Plan(answer=outcomes.CLOSING)
+    if run.closing:
+        return Plan(answer=outcomes.HELD)
     key = digests.idempotency_key(history.secret, run.run_id, position, call.tool, call.stored)
     fields = _fields(call, history.steps + run.ahead + 1, key, call.max_attempts - 1)
     if history.trailing:
@@ -247,6 +254,8 @@ def _resume(run: LiveRun, call: Call, step: StepHistory, moment: Moment) -> Plan
 
 def _retry(call: Call, step: StepHistory, run: LiveRun, moment: Moment) -> Plan:
     """The wait before a retry is over."""
+    if run.made.get(call.position) is not call:
+        return Plan()  # it was interrupted meanwhile
     if (ending := admission.ending(run)) is not None:
         return Plan(error=ending)
     return _dispatch_again(run, call, step, moment)
@@ -254,8 +263,8 @@ def _retry(call: Call, step: StepHistory, run: LiveRun, moment: Moment) -> Plan:
 
 def _dispatch_again(run: LiveRun, call: Call, step: StepHistory, moment: Moment, *said: Draft) -> Plan:
     """The next attempt of a step, unless the run is at its end."""
-    if run.is_closing and run.in_flight:
-        return Plan(answer=outcomes.CLOSING)
+    if run.closing:
+        return Plan(answer=outcomes.HELD)
     if (reason := budget.too_late(run.deadline, moment.now)) is not None:
         if run.in_flight:
             return Plan(answer=outcomes.CLOSING)

@@ -113,6 +113,9 @@ class Turns:
 
         True: the outcome counts as handed out. False: nothing has changed. A call that was in flight *beside* the last one has to
         wait even when it is the only one left: whoever got the last outcome may be about to see that this one is not there yet.
+
+        Not for an interruption: that somebody else does to a call, who needs his time. And the first outcome that is not handed
+        out at once comes a pause after the last that was. What a program runs beside its only call gets no time at all by this.
         """
         if not self._is_alone or len(self._open) != 1 or position not in self._open:
             return False
