@@ -14,7 +14,7 @@ from typing import Any
 import anyio
 import pytest
 
-from agent_run_ledger import AgentRunLedger, Effect, RetryPolicy, Run, RunClosed, StepCancelled, StepInDoubt
+from agent_run_ledger import AgentRunLedger, Effect, RetryPolicy, Run, StepCancelled, StepInDoubt
 from agent_run_ledger.contract import Row
 from agent_run_ledger.drivers import order
 from agent_run_ledger.testing import FakeClock, MemoryStore

@@ -24,6 +24,7 @@ from agent_run_ledger import (
     RetryPolicy,
     RunawayLoopException,
     RunClosed,
+    Step,
     StepCancelled,
     StepFailed,
     StepInDoubt,
@@ -377,7 +378,9 @@ async def a_loop_refused_while_another_branch_works(life: AsyncLife) -> Any:
     poll = life.atool("poll", lambda given, n: "no news", effect=Effect.READ)
 
     async def program() -> Any:
-        return [await poll(1) for _ in range(8)]  # another branch's outcome breaks a row, so there may have to be a second
+        return [
+            await poll(1) for _ in range(8)
+        ]  # another branch's outcome breaks a row, so there may have to be a second
 
     status, cause, _ = await _refused(life, program)
     return status, cause.partition(":")[0]
@@ -480,6 +483,34 @@ async def step_by_step_in_an_open_run(life: AsyncLife) -> Any:
         )
         run.result = await run.step("note", {"given": looked}, notes, effect=Effect.IDEMPOTENT)
     return life.ledger.get_run(RUN).result
+
+
+@flow()
+async def a_pipeline_with_steps_side_by_side(life: AsyncLife) -> Any:
+    def step(name: str, turns: int) -> Callable[[Any], Coroutine[Any, Any, Any]]:
+        async def call(given: Any) -> Any:
+            life.takes_effect(name, given)
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            return [name, given]
+
+        return call
+
+    async def joins(left: Any, right: Any) -> Any:
+        return await step("join", 1)([left, right])
+
+    def plain(top: Any) -> Any:
+        life.takes_effect("plain", top)
+        return top
+
+    steps = [
+        Step("top", step("top", 1), effect=Effect.READ),
+        Step("left", step("left", 9), ["top"], effect=Effect.READ),
+        Step("right", step("right", 4), ["top"], effect=Effect.IDEMPOTENT),
+        Step("plain", plain, ["top"]),
+        Step("join", joins, ["left", "right"]),
+    ]
+    return await life.pipeline(steps).aexecute(given=1)
 
 
 # --- the explorer -----------------------------------------------------------------------------------------------------

@@ -144,8 +144,14 @@ def a_call_that_outlasts_its_time_is_retried_behind_its_thread(life: ThreadedLif
     slow = tool(life, "slow", outlasts, effect=Effect.IDEMPOTENT, timeout=5.0, retry=patient)
     look = tool(life, "look", effect=Effect.READ)
 
+    def looks() -> Any:
+        try:
+            return [look(1), look(2)]
+        finally:
+            life.stage.let_go()
+
     def program() -> Any:
-        return current_run().gather(lambda: slow(1), lambda: [look(1), look(2), life.stage.let_go()])
+        return current_run().gather(lambda: slow(1), looks)
 
     return run(life, program)
 

@@ -199,8 +199,8 @@ LONG = {
     "resumed at the frontier": Case(three_steps(READ, READ, READ), RESUMED, 58_417, 9_951, AGAIN, third=RESUMED),
 }
 RETRY = both(with_a_retry("first"), 228_111, 50_929, AGAIN | EXHAUSTED)
-FAILURE = both(FAILING, 174_000, 23_792, AGAIN)
-DOUBT_AND_CANCEL = Case(or_closed(three_steps(READ, MUTATE, READ)), CANCELLING, 80_000, 14_300, CLOSED)
+FAILURE = both(FAILING, 80_000, 23_792, AGAIN)
+DOUBT_AND_CANCEL = Case(or_closed(three_steps(READ, MUTATE, READ)), CANCELLING, 84_097, 14_300, CLOSED)
 
 
 def slowly(cases: dict[str, Case]) -> list[Any]:

@@ -134,7 +134,8 @@ class Life:
     def pipeline(self, steps: list[Step]) -> RunLedger:
         """Face A in this process: one ledger, as often as its program begins."""
         if self._pipeline is None:
-            self._pipeline = self.own(RunLedger(RUN, self.mortal, steps=steps, **self.options))
+            durability = self.world.options.get("durability", "full")
+            self._pipeline = self.own(RunLedger(RUN, self.mortal, steps=steps, durability=durability, **self.options))
         return self._pipeline
 
     def tick(self, place: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import random
+import sys
 import threading
 import time
 import weakref
@@ -46,6 +47,7 @@ T = TypeVar("T")
 
 _PAUSE_AT_REPLAY = 64
 """After so many answers from the log that needed no waiting the other tasks of the loop have a turn."""
+_GRACE_SECONDS = 0.5
 _STOP_SECONDS = 5.0
 """How long an agent that has returned waits for calls of its own that it left behind, once they are cancelled."""
 
@@ -125,13 +127,14 @@ class _Item:
 class _Pending(_Item):
     """A commit that somebody awaits."""
 
-    __slots__ = ("effect", "is_abandoned", "run")
+    __slots__ = ("effect", "is_abandoned", "is_put_off", "run")
 
     def __init__(self, run: HeldRun, effect: Commit, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(loop)
         self.run = run
         self.effect = effect
         self.is_abandoned = False
+        self.is_put_off = False
 
 
 class _Job(_Item):
@@ -237,21 +240,25 @@ class AsyncDriver:
         assert job.answer is not None
         return cast(T, await job.answer)
 
-    def behind(self, flow: Flow[Any]) -> None:
-        """Obey a flow that calls nobody, behind everything that is to be written by now, and wait for nothing.
+    def behind(self, run: HeldRun, flow: Flow[Any]) -> None:
+        """Obey a flow that calls nobody, behind everything of the run that is to be written by now, and wait for nothing.
 
-        For whoever is cancelled and must not await any more.
+        For whoever is cancelled and must not await any more. The run stays pinned until it is done.
         """
 
         def work() -> None:
-            with suppress(LedgerError):  # nobody is there to hear of it, and the lease runs out by itself
-                self.sync.obey(flow)
+            try:
+                with suppress(LedgerError):  # nobody is there to hear of it, and the lease runs out by itself
+                    self.sync.obey(flow)
+            finally:
+                run.__exit__(None, None, None)
 
+        run.__enter__()
         job = _Job(work, None)
-        if self._synced:
+        if run.put_off:  # what waits for a sync in the thread comes first
             self._writer.put(job)
-        else:  # behind what this turn of the loop writes, and behind what waits for a sync in the thread
-            self._enqueue(_Job(lambda: self._writer.put(job), None), asyncio.get_running_loop())
+        else:
+            self._enqueue(job, asyncio.get_running_loop())
 
     # --- programs -----------------------------------------------------------------------------------------------------
 
@@ -311,12 +318,12 @@ class AsyncDriver:
         def ended(task: asyncio.Task[Any]) -> None:
             under_way.discard(task)
             if not under_way:
-                self.behind(runs.park(run, error))
+                self.behind(run, runs.park(run, error))
 
         for task in list(under_way):
             task.add_done_callback(ended)
         if not under_way:
-            self.behind(runs.park(run, error))
+            self.behind(run, runs.park(run, error))
 
     def _cancel_calls(self, run: HeldRun) -> list[asyncio.Task[Any]]:
         here = asyncio.current_task()
@@ -598,7 +605,10 @@ class AsyncDriver:
         if order is None or order.turns is not run.turns or order.loop is not loop:
             assert run.turns is not None
             order = run.order = Order(run, run.turns, loop)
-        if not order.at_once(effect.call.position, effect.seq):
+        if effect.is_interruption:
+            await order.wait(effect.call.position, effect.seq)
+            await _await_own_deadline()
+        elif not order.at_once(effect.call.position, effect.seq):
             await order.wait(effect.call.position, effect.seq)
 
     async def _wait(self, effect: Wait) -> None:
@@ -639,6 +649,12 @@ class AsyncDriver:
         items, self._in_loop.items = self._in_loop.items, []
         self._write(items, is_inline=True)
 
+    def _put_off(self, pending: _Pending) -> None:
+        """Have the thread write what must wait for a sync."""
+        pending.is_put_off = True
+        pending.run.put_off += 1
+        self._writer.put(pending)
+
     def _write(self, items: list[_Item], is_inline: bool = False) -> None:
         """Write everything that has come together, the commits of all runs in one transaction."""
         commits: list[_Pending] = []
@@ -648,7 +664,7 @@ class AsyncDriver:
         # The loop waits for no sync.
         answers: _Answers = []
         try:
-            answers += self._together.write(commits, self._writer.put if is_inline else None)
+            answers += self._together.write(commits, self._put_off if is_inline else None)
         except BaseException as trouble:  # whoever waits must hear of it, and the thread that writes for others go on
             answers += [(commit, None, trouble) for commit in commits]
         for job in jobs:
@@ -662,6 +678,8 @@ class AsyncDriver:
         if is_inline:
             _resolve(answers)
             return
+        for commit in commits:
+            commit.run.put_off -= commit.is_put_off
         told: dict[asyncio.AbstractEventLoop, _Answers] = {}
         for answer in answers:
             told.setdefault(cast(asyncio.AbstractEventLoop, answer[0].loop), []).append(answer)
@@ -680,6 +698,18 @@ def _result_of(task: asyncio.Task[Any]) -> Result:
         return Result(None, asyncio.CancelledError())
     error = task.exception()
     return Result(None if error is not None else task.result(), error)
+
+
+async def _await_own_deadline() -> None:
+    """Be cancelled by the anyio scope that is going to, since what it swallows is a cancellation and no error.
+
+    Scopes of asyncio turn a cancellation into `TimeoutError`, which `StepCancelled` is.
+    """
+    anyio = sys.modules.get("anyio")
+    if anyio is not None:
+        left = anyio.current_effective_deadline() - asyncio.get_running_loop().time()
+        if left < float("inf"):
+            await asyncio.sleep(max(left, 0.0) + _GRACE_SECONDS)
 
 
 async def _over(work: Work) -> None:

@@ -40,6 +40,8 @@ class HeldRun(LiveRun):
         """Whether the run was used since the last heartbeat."""
         self.is_settled = False
         """Whether the run has ended and its end is known here: there is nothing to claim and nothing more to read."""
+        self.put_off = 0
+        """How many of its commits were left to the thread that may wait for a sync."""
         self.order: Any = None
         """Who waits for his turn, where calls run side by side in an event loop."""
         self.left_running: dict[str, Work] = {}

@@ -10,8 +10,11 @@ from agent_run_ledger.engine.positions import is_keyed
 from agent_run_ledger.engine.turns import Turns
 from agent_run_ledger.errors import ReplayStalledWarning
 
-TURNS_OF_THE_LOOP = 8
-"""How long the next outcome is held back after one was handed out, so that whoever awaited that one has run on."""
+TURNS_OF_THE_LOOP = 16
+"""How long the next outcome is held back after one was handed out, so that whoever awaited that one has run on.
+
+From 10 on no schedule of 500 differed; a race of branches that hold task groups takes 11 turns until its loser is gone.
+"""
 _LOOK_SECONDS, _LONGEST_LOOK_SECONDS = 0.05, 0.5
 _PATIENCE_SECONDS = 2.0
 """How long a replay waits for a call that was made the first time. For a call with a key, which may come in any order: one look."""
@@ -41,7 +44,13 @@ class Order:
         """Return when it is this call's turn."""
         self.turns.waiting(position, seq)
         waiter = self._waiters[position] = self.loop.create_future()
-        self._hand_out()
+        if (
+            not self._is_pacing and len(self._waiters) == 1
+        ):  # whatever was handed out last, its program has run on first
+            self._is_pacing = True
+            self.loop.call_soon(self._pace, TURNS_OF_THE_LOOP)
+        else:
+            self._hand_out()
         try:
             await waiter
         finally:
@@ -92,6 +101,8 @@ class Order:
             if missing is None or self.loop.time() - self._since < patience:
                 self._look = self.loop.call_later(pause, self._look_again, min(2 * pause, _LONGEST_LOOK_SECONDS))
                 return
+            self.turns.abandoned(missing.position)
+            self._hand_out()
             if patience == _PATIENCE_SECONDS:
                 self._gives_way = True
                 warnings.warn(
@@ -100,5 +111,5 @@ class Order:
                     ReplayStalledWarning,
                     stacklevel=1,
                 )
-            self.turns.abandoned(missing.position)
+            return
         self._hand_out()

@@ -85,7 +85,9 @@ class Turn(NamedTuple):
     run: LiveRun
     call: Call
     seq: int
-    """The entry that the outcome is."""
+    """Where it stands in the order of hand-outs."""
+    is_interruption: bool
+    """Whether what is handed out is that the program was interrupted here. Where it is about to be again, that comes first."""
 
 
 class Quiet(NamedTuple):

@@ -8,7 +8,6 @@ from typing import Any
 
 from agent_run_ledger import merkle
 from agent_run_ledger.contract import Row
-from agent_run_ledger.engine.positions import branch_of
 from agent_run_ledger.errors import StoreCorrupt
 from agent_run_ledger.model import Effect, RunState
 from agent_run_ledger.rules import canonical
@@ -272,7 +271,7 @@ class History:
             step.dispatched(row, body)
             return
         if self.trailing:
-            self._follow(position, body)
+            self._follow(body)
         self.positions[position] = StepHistory(row, body)
 
     def _outcome(self, row: Row, body: dict[str, Any]) -> None:
@@ -298,7 +297,7 @@ class History:
     def _other(self, row: Row, body: dict[str, Any]) -> None:
         kind, position = row.kind, row.position
         if position is not None and self.trailing and kind in ("refused", "value", "missed"):
-            self._follow(position, body)
+            self._follow(body)
         if kind == "value":
             assert position is not None
             self.values[position] = (body, row.payload)
@@ -322,14 +321,12 @@ class History:
             self.missed[position or ""] = Missed(row, body)
         self.honoured = body.get("request", self.honoured)
 
-    def _follow(self, position: str, body: dict[str, Any]) -> None:
-        """A call at `position` acts on the failures of its own branch, and on those of other branches that it names."""
-        branch, named = branch_of(position), body.get("follows", ())
-        for at, step in list(self.trailing.items()):
-            if branch_of(at) == branch or at in named:
+    def _follow(self, body: dict[str, Any]) -> None:
+        """A call acts on the failures that it names: its program had been told of them."""
+        for position in body.get("follows", ()):
+            if (step := self.trailing.pop(position, None)) is not None:
                 step.followed = True
-                self.waiting.discard(at)
-                del self.trailing[at]
+                self.waiting.discard(position)
 
     def stands_as(self, state: RunState, settled: set[str]) -> RunState:
         """The state of a run with branches, of which the steps at `settled` have just ended: as its busiest branch."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from agent_run_ledger.contract import Request
 from agent_run_ledger.engine.history import History, StepHistory
 from agent_run_ledger.engine.log import Draft, Sealed
-from agent_run_ledger.engine.positions import keyed, named, within
+from agent_run_ledger.engine.positions import branch_of, keyed, named, within
 from agent_run_ledger.engine.turns import Turns
 from agent_run_ledger.errors import ReplayDivergence, StepInDoubt, UnorderedStep
 
@@ -93,8 +93,6 @@ class LiveRun:
         self.divergence: ReplayDivergence | None = None
         """What the program was told when it asked for something else than what is recorded: it appends nothing any more."""
         self.turns = None
-        self.skipped = 0
-        """How many positions of the run's own branch the program was put behind: it never makes their calls."""
         self.leaving: str | None = None
         """Whether the last call that ends gives the run back, and with which note; None: it does not."""
 
@@ -204,18 +202,26 @@ class LiveRun:
             elif step.stands and step.outcome is not None:
                 given.append((step.outcome.order, position))
         outcomes = given + interrupted  # whoever is interrupted behind an outcome has seen it
-        if self.skipped:
-            calls = [each for each in calls if not self._is_skipped(each[1])]
-            outcomes = [each for each in outcomes if not self._is_skipped(each[1])]
+        is_begun = len(self.branches) > 1 or self.root.cursor > 1 + self.root.numbered or bool(self.root.answered)
+        if is_begun:  # it was handed outcomes before there was an order, or put behind them
+            calls = [each for each in calls if not self._is_past(each[1])]
+            outcomes = [each for each in outcomes if not self._is_past(each[1])]
         self.turns = Turns(calls, outcomes)
-        if self.skipped:
+        if is_begun:
             self.turns.seen = history.last_outcome
         for position in list(self.made):
             self.turns.made(position)
 
-    def _is_skipped(self, position: str) -> bool:
-        first = position.partition(".")[0]
-        return first.isdecimal() and int(first) <= self.skipped
+    def _is_past(self, position: str) -> bool:
+        """Whether this program has the call at this position, or the branches that one opened, behind it."""
+        path, _, segment = position.rpartition(".")
+        branch = self.branches.get(path)
+        if branch is None:
+            opener = branch_of(path)
+            return bool(opener) and path.rpartition(".")[2].isdecimal() and self._is_past(opener)
+        if position in self.made:
+            return False
+        return int(segment) < branch.cursor if segment.isdecimal() else position in branch.answered
 
     def _stand_before(self, call: Call) -> None:
         """The program did not get this call's outcome: it stands before the call again, and asking again replays or continues it."""

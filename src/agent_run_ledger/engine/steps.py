@@ -66,7 +66,7 @@ def step(run: LiveRun, call: Call) -> Flow[Any]:
             if payload is None and this.outcome.digest is not None and not this.missed:
                 payload = yield Fetch(run, this.outcome.seq)  # before its turn, which no pause may follow
         if run.turns is not None:
-            yield Turn(run, call, _given_by(run, position))
+            yield Turn(run, call, _given_by(run, position), this is None or this.is_missed)
         call.is_delivered = True
     except BaseException as raised:
         run.ended(call, raised)

@@ -80,7 +80,7 @@ def _of_code(code: CodeType, defaults: int, keyword_defaults: frozenset[str]) ->
         unnamed=unnamed,
         takes_any=bool(code.co_flags & _VARKEYWORDS),
         is_async=bool(code.co_flags & (_COROUTINE | _ASYNC_GENERATOR)),
-        is_generator=bool(code.co_flags & _GENERATOR),
+        is_generator=bool(code.co_flags & (_GENERATOR | _ASYNC_GENERATOR)),
         code=code,
     )
 
@@ -111,7 +111,7 @@ def _inspected(function: Callable[..., Any]) -> Signature:
         ),
         takes_any=any(p.kind is kinds.VAR_KEYWORD for p in parameters),
         is_async=any(map(_is_async, layers)),
-        is_generator=inspect.isgeneratorfunction(inner),
+        is_generator=inspect.isgeneratorfunction(inner) or inspect.isasyncgenfunction(inner),
         code=code,
     )
 
