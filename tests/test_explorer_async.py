@@ -10,6 +10,7 @@ import re
 import warnings
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -31,9 +32,11 @@ from agent_run_ledger import (
     StoreFull,
     current_run,
 )
-from agent_run_ledger.drivers import leases
+from agent_run_ledger.drivers import asynchronous, leases
+from agent_run_ledger.testing import FakeClock
 from support.explorer import RUN, World, judge
 from support.explorer_async import AsyncLife
+from support.stage import Stage, Staged
 
 Flow = Callable[[AsyncLife], Coroutine[Any, Any, Any]]
 
@@ -486,6 +489,24 @@ async def step_by_step_in_an_open_run(life: AsyncLife) -> Any:
 
 
 @flow()
+async def plain_tools_in_threads_beside_async_ones(life: AsyncLife) -> Any:
+    look = life.atool("look", turns=3, effect=Effect.READ)
+
+    def counts(given: Any) -> Any:
+        return [life.takes_effect("count", given), given][1]
+
+    life.ledger._tools.pop("count", None)
+    count = life.ledger.tool(name="count", effect=Effect.READ)(counts)
+
+    async def program() -> Any:
+        run = current_run()
+        looked = asyncio.create_task(beside("beside", lambda: look(1)))
+        return [count(0), await run.map(count, [1, 2, 3], 2), await looked]
+
+    return await life.arun(program)
+
+
+@flow()
 async def a_pipeline_with_steps_side_by_side(life: AsyncLife) -> Any:
     def step(name: str, turns: int) -> Callable[[Any], Coroutine[Any, Any, Any]]:
         async def call(given: Any) -> Any:
@@ -520,6 +541,9 @@ async def a_pipeline_with_steps_side_by_side(life: AsyncLife) -> Any:
 def _what_is_meant(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A process that dies leaves coroutines that nobody awaits; that a replay stands still is never meant."""
     monkeypatch.setattr(leases, "os", SimpleNamespace(urandom=random.randbytes))  # so that a seed gives the same ids
+    monkeypatch.setattr(
+        asynchronous, "Work", partial(Staged, Stage(FakeClock()))
+    )  # a thread is over before the loop goes on
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         warnings.simplefilter("error", ReplayStalledWarning)

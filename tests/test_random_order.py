@@ -18,8 +18,6 @@ from support.twelve import Nursery
 from support.witness import Witness
 from test_kill import SIGKILLED
 
-pytestmark = pytest.mark.slow
-
 SEEDS, AT_A_TIME = 200, 10
 DEATHS = 3
 LOSERS = ROUNDS * (len(NAMES) - 1)
@@ -31,6 +29,7 @@ def nursery() -> Iterator[Nursery]:
         yield process
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", range(0, SEEDS, AT_A_TIME))
 def test_a_program_that_is_killed_again_and_again_is_told_everything_in_the_order_of_the_first_time(
     first: int, nursery: Nursery, tmp_path: Path
@@ -114,3 +113,35 @@ def expect_one_order(told: list[list[Any]], only_read: set[int]) -> None:
             continue
         shorter = min(len(told[earlier]), len(told[later]))
         assert told[earlier][:shorter] == told[later][:shorter], f"life {later} was told another order than {earlier}"
+
+
+@pytest.mark.parametrize("patience", range(60))
+def test_a_call_that_is_made_while_an_outcome_is_on_its_way_is_not_taken_for_one_that_knows_of_it(
+    patience: int, bench: Bench
+) -> None:
+    """The program loses its patience just before, while and just after it is handed the outcome of the other call."""
+
+    async def body(run: Run) -> Any:
+        asked = asyncio.create_task(slow())
+        for _ in range(patience):
+            await asyncio.sleep(0)
+            if asked.done():
+                return [await asked, await thank()]
+        return [await remind(), await asked]
+
+    def life(ledger: AgentRunLedger) -> Any:
+        nonlocal slow, thank, remind
+        slow, thank, remind = (ledger.tool(name=name)(tool) for name, tool in tools.items())
+        return asyncio.run(ledger.arun(ledger.agent()(body), run_id=RUN))
+
+    async def takes_turns() -> str:
+        for _ in range(20):
+            await asyncio.sleep(0)
+        return "slow"
+
+    async def takes_none(what: str) -> str:
+        return what
+
+    slow = thank = remind = takes_turns
+    tools = {"slow": takes_turns, "thank": partial(takes_none, "thank"), "remind": partial(takes_none, "remind")}
+    first, die = mortal(bench)
