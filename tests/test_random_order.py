@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import shutil
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from agent_run_ledger import AgentRunLedger, Effect
 from support import twelve
+from support.ledgers import Bench
+from support.programs import dies, mortal
 from support.random_order import EQUALS, LOST, NAMES, ROUNDS, TOLD, Death
 from support.twelve import Nursery
 from support.witness import Witness
@@ -115,33 +119,41 @@ def expect_one_order(told: list[list[Any]], only_read: set[int]) -> None:
         assert told[earlier][:shorter] == told[later][:shorter], f"life {later} was told another order than {earlier}"
 
 
-@pytest.mark.parametrize("patience", range(60))
-def test_a_call_that_is_made_while_an_outcome_is_on_its_way_is_not_taken_for_one_that_knows_of_it(
-    patience: int, bench: Bench
-) -> None:
-    """The program loses its patience just before, while and just after it is handed the outcome of the other call."""
+async def turns_of_the_loop(number: int) -> None:
+    for _ in range(number):
+        await asyncio.sleep(0)
 
-    async def body(run: Run) -> Any:
-        asked = asyncio.create_task(slow())
-        for _ in range(patience):
-            await asyncio.sleep(0)
-            if asked.done():
-                return [await asked, await thank()]
-        return [await remind(), await asked]
 
-    def life(ledger: AgentRunLedger) -> Any:
-        nonlocal slow, thank, remind
-        slow, thank, remind = (ledger.tool(name=name)(tool) for name, tool in tools.items())
-        return asyncio.run(ledger.arun(ledger.agent()(body), run_id=RUN))
+def test_a_call_that_is_made_while_an_outcome_is_on_its_way_does_not_know_of_it(bench: Bench) -> None:
+    """The program loses its patience some turns before, while, and after it is handed the outcome of its other call."""
 
-    async def takes_turns() -> str:
-        for _ in range(20):
-            await asyncio.sleep(0)
-        return "slow"
+    def impatient(ledger: AgentRunLedger, patience: int, end: Callable[[], None]) -> Any:
+        @ledger.tool(effect=Effect.READ)
+        async def slow() -> str:
+            await turns_of_the_loop(10)
+            return "slow"
 
-    async def takes_none(what: str) -> str:
-        return what
+        @ledger.tool(effect=Effect.READ)
+        async def then(what: str) -> str:
+            return what
 
-    slow = thank = remind = takes_turns
-    tools = {"slow": takes_turns, "thank": partial(takes_none, "thank"), "remind": partial(takes_none, "remind")}
-    first, die = mortal(bench)
+        @ledger.agent()
+        async def agent() -> list[str]:
+            asked = asyncio.create_task(slow())
+            for _ in range(patience):
+                await asyncio.sleep(0)
+                if asked.done():
+                    break
+            told = [await then("thank" if asked.done() else "remind"), await asked]
+            end()
+            return told
+
+        return asyncio.run(ledger.arun(agent, run_id=f"patience {patience}"))
+
+    answers = set()
+    for patience in range(10, 50):
+        ledger, end = mortal(bench)
+        with dies(bench):
+            impatient(ledger, patience, end)
+        answers.add(tuple(impatient(bench.open(), patience, lambda: None)))
+    assert answers == {("remind", "slow"), ("thank", "slow")}

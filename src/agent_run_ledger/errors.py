@@ -130,14 +130,16 @@ class IntentDrift(ReplayDivergence):
 class UnorderedStep(LedgerError, RuntimeError):
     """A step was asked for while another step of the same run was in flight, so their order could not be replayed.
 
-    This step was not dispatched and nothing was written. Make the calls one after the other, or in runs of their own.
+    This step was not dispatched and nothing was written. Make the calls one after the other, or each line of them in a branch of its
+    own: `run.branch(name)`, `run.gather`, `run.map`, or `step_key=` for a call that has no order.
     """
 
     def __init__(self, run_id: str, tool_name: str, in_flight: str) -> None:
         super().__init__(
             f"run {run_id!r}: {tool_name!r} was asked for while {in_flight!r} is in flight in the same run; their order "
             "could not be replayed, so it was not dispatched and nothing was written. Make the calls one after the other, "
-            "or give each thread its own run."
+            "or each task's or thread's in a branch of its own (`with run.branch(name)`, `run.gather`, `run.map`), or give the "
+            "call a step_key."
         )
         self.run_id = run_id
         self.tool_name = tool_name

@@ -17,6 +17,7 @@ from agent_run_ledger.engine.history import History
 from agent_run_ledger.engine.live import LiveRun
 from agent_run_ledger.engine.log import Draft, seal
 from agent_run_ledger.errors import LeaseLost, RunNotFound, RunOwned, StoreBusy, StoreError, StoreFull, StoreUnavailable
+from agent_run_ledger.model import RunState
 from agent_run_ledger.rules.loops import Rule
 
 POLL_SECONDS = 0.05
@@ -177,18 +178,16 @@ class Leases:
         ):  # its last owner wrote on until just now
             run.history = self._read(run.run_id)
         self._took(run, lease.token, expires)
+        if run.history.state is RunState.BLOCKED:  # nothing may have to be written that would hear of a request
+            self.fetch_requests(run)
 
     def _read(self, run_id: str) -> History:
         return reading.read(self._store, run_id, self._rule())
 
     def _took(self, run: HeldRun, token: int, expires: float) -> None:
         positions = run.history.positions
-        if token != run.token:  # somebody else may have written meanwhile, and has settled what was ours to settle
-            run.owed = []
-            run.in_flight.clear()
-            for position in list(run.interrupted):
-                if position in positions and positions[position].outcome is not None:
-                    del run.interrupted[position]
+        if token != run.token:
+            run.taken_over()
         run.token = token
         run.expires = expires
         run.is_held = True

@@ -53,7 +53,9 @@ def must_not_repeat(run: LiveRun, effect: Effect | None) -> bool:
 
 def seen(run: LiveRun, call: Call) -> dict[str, int]:
     """The field that says when a call was made or interrupted, where outcomes are recorded by now that its program did not know of."""
-    return {"seen": call.seen} if call.seen is not None and call.seen < run.history.last_outcome else {}
+    if call.seen is None or not (run.is_settling or call.seen < run.history.last_outcome):
+        return {}
+    return {"seen": call.seen}
 
 
 def left_in_doubt(run: LiveRun, behind: frozenset[str] | None) -> tuple[list[Draft], StepInDoubt | None]:

@@ -38,13 +38,14 @@ def prepare(run: LiveRun, decisions: Sequence[Decision], moment: Moment) -> Prep
         try:
             while len(plans) < len(decisions) and all(draft.kind in _ALONGSIDE for draft in plan.drafts):
                 run.ahead += sum(draft.kind == "intent" and draft.attempt == 1 for draft in plan.drafts)
+                run.is_settling = run.is_settling or any(draft.kind == "outcome" for draft in plan.drafts)
                 plan = decisions[len(plans)](run, moment)
                 plans.append(plan)
                 drafts += plan.drafts
                 if plan.drafts and synced is not True and plan.synced is not False:
                     synced = plan.synced
         finally:
-            run.ahead = 0
+            run.ahead, run.is_settling = 0, False
     if run.requests:
         drafts = list(drafts)
         if _honour(run, drafts):

@@ -28,8 +28,8 @@ class Branch:
         self.maker: object = None
         self.unbegun: dict[str, Call] = {}
         """Its calls whose coroutine has not begun, by position: a task that is cancelled early closes it without a word."""
-        self.hears: set[str] = set()
-        """The positions of failures that its program was told of."""
+        self.hears: dict[str, int] = {}
+        """The positions of failures that its program was told of, and of which attempt."""
         self.behind: set[str] = set()
         """The positions of interrupted calls of the branches around it: whoever opened it has gone on behind them."""
         self.answered: set[str] = set()
@@ -68,6 +68,8 @@ class LiveRun:
         """The positions of steps that ran out of time and whose function goes on in its thread."""
         self.ahead = 0
         """How many steps the append that is being decided begins already."""
+        self.is_settling = False
+        """Whether it records an outcome already, of which no program knows yet."""
         self.replayed = 0
         self.turns: Turns | None = None
         """The order in which outcomes are handed out, where calls run side by side in an event loop."""
@@ -95,6 +97,26 @@ class LiveRun:
         self.turns = None
         self.leaving: str | None = None
         """Whether the last call that ends gives the run back, and with which note; None: it does not."""
+
+    def taken_over(self) -> None:
+        """Somebody else had the run in the meantime, and has settled what was ours to settle. `history` is read anew.
+
+        A program that acts on a failure which that one has dispatched again since would go on from what never was.
+        """
+        positions = self.history.positions
+        self.owed = []
+        self.in_flight.clear()
+        for at in list(self.interrupted):
+            if at in positions and positions[at].outcome is not None:
+                del self.interrupted[at]
+        for branch in self.branches.values():
+            for at, attempt in branch.hears.items():
+                if at in positions and positions[at].attempts != attempt:
+                    step = positions[at]
+                    recorded = f"attempt {step.attempts} of {step.tool!r}, made by another owner"
+                    hint = " Begin the program again: it was told of an attempt that is not the last any more."
+                    asked = f"what follows on attempt {attempt}"
+                    self.divergence = ReplayDivergence(self.run_id, at, recorded, asked, None, hint)
 
     # --- branches -----------------------------------------------------------------------------------------------------
 

@@ -80,7 +80,7 @@ def skip_recorded(run: LiveRun) -> None:
             if not step.is_settled:
                 return
             run.replayed += 1
-            branch.hears.add(position)
+            branch.hears[position] = step.attempts
         elif position not in history.values and position not in history.missed:
             return
         branch.take()

@@ -77,7 +77,7 @@ def step(run: LiveRun, call: Call) -> Flow[Any]:
     if run.leaving is not None or (error is not None and run.history.state.is_terminal):  # it was fatal
         yield from _let_go(run, call, None)
     if this is not None and this.outcome is not None and this.outcome.ok == "failed":
-        call.branch.hears.add(position)
+        call.branch.hears[position] = this.attempts
     if this is not None:
         this.let_go_of_long()
     return outcomes.hand_out(run, call, this, payload, error)
@@ -341,7 +341,11 @@ def _difference(run: LiveRun, call: Call, recorded: StepHistory | Missed) -> Rep
     if isinstance(recorded, StepHistory) and recorded.outcome is None:
         stored = arguments.decode() if arguments is not None else "(erased)"
         return IntentDrift(*names, path, f"{recorded.tool}({stored})")
-    return ReplayDivergence(*names, path, hint(arguments, call.stored))
+    said = _KEY_IS_USED.format(call.key) if call.key is not None else ""
+    return ReplayDivergence(*names, path, said + hint(arguments, call.stored))
+
+
+_KEY_IS_USED = " The position is that of step_key {!r}, which names the recorded call: give another call another key."
 
 
 def _is_same_input(run: LiveRun, call: Call, recorded: StepHistory | Missed) -> bool:
@@ -380,9 +384,23 @@ def _take_late(run: LiveRun, call: Call, at_most: float | None) -> Flow[None]:
     result: Result | None = yield AwaitLate(run, call.position, at_most)
     if result is None:
         call.branch.answered.add(call.position)  # its failure stands until the thread has ended
+        if at_most is not None and not run.is_cancelled:
+            yield from _commit(run, call, partial(_still_runs, call, TimeoutError(f"no result within {at_most:g} s")))
     elif result.error is None:
         draft = outcomes.returned(run, call, step, result.value)
         yield from _commit(run, call, partial(_returned_late, call, draft))
+
+
+def _still_runs(call: Call, error: TimeoutError, run: LiveRun, moment: Moment) -> Plan:
+    """Where nobody waited for the attempt's end, since he was interrupted, it fails now; it must not be dispatched beside its thread."""
+    step = run.history.positions.get(call.position)
+    if step is None or step.outcome is not None or run.history.state.is_terminal:
+        return Plan()
+    if _lacks_arguments(call, step):
+        return Plan(answer=Fetch(run, step.seq))
+    if _divergence(run, call, step) is not None or admission.must_not_repeat(run, call.options.effect or step.declared):
+        return Plan()
+    return outcomes.settle(call, outcomes.raised(run, call, step, error), error, run, moment)
 
 
 def _returned_late(call: Call, draft: Draft, run: LiveRun, moment: Moment) -> Plan:
