@@ -80,6 +80,8 @@ class Staged(Work):
             self.stage.here.work = None
 
     def start(self) -> None:
+        if self.is_over:  # it was taken back
+            return
         super().start()
         self.has_stopped.acquire()
 

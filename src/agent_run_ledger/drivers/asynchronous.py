@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
 from contextlib import AbstractContextManager, suppress
 from typing import Any, Protocol, TypeVar, cast
 
@@ -127,14 +127,29 @@ class _Item:
 class _Pending(_Item):
     """A commit that somebody awaits."""
 
-    __slots__ = ("effect", "is_abandoned", "is_put_off", "run")
+    __slots__ = ("effect", "is_put_off", "run")
 
     def __init__(self, run: HeldRun, effect: Commit, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(loop)
         self.run = run
         self.effect = effect
-        self.is_abandoned = False
         self.is_put_off = False
+
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether whoever awaited it was cancelled."""
+        return self.answer is not None and self.answer.cancelled()
+
+
+class _Nothing:
+    """An awaitable without a wait."""
+
+    def __await__(self) -> Generator[None, None, None]:
+        return
+        yield
+
+
+_NOTHING_TO_AWAIT = _Nothing()
 
 
 class _Job(_Item):
@@ -188,7 +203,7 @@ class AsyncDriver:
         if branch.unbegun and branch not in self._in_loop.looked_at:
             self._look_for_dropped(run, branch)
         self.sync.make(run, call)
-        made = self._outcome(run, call)
+        made = self.obey(step(run, call), call)
         call.coroutine = weakref.ref(made)
         branch.unbegun[call.position] = call
         return made
@@ -201,14 +216,12 @@ class AsyncDriver:
             asyncio.get_running_loop().call_soon(looked_at.clear)
         looked_at.add(branch)
 
-    async def _outcome(self, run: HeldRun, call: Call) -> Any:
-        call.coroutine = None  # it has begun, and says itself how it ends
-        call.branch.unbegun.pop(call.position, None)
-        call.task = asyncio.current_task()
-        return await self.obey(step(run, call))
-
-    async def obey(self, flow: Flow[T]) -> T:
-        """Perform the flow's effects one after the other; return what it returns, raise what it raises."""
+    async def obey(self, flow: Flow[T], call: Call | None = None) -> T:
+        """Perform the flow's effects one after the other; return what it returns, raise what it raises. `call` is whose flow it is."""
+        if call is not None:
+            call.coroutine = None  # it has begun, and says itself how it ends
+            call.branch.unbegun.pop(call.position, None)
+            call.task = asyncio.current_task()
         answer: Any = None
         error: BaseException | None = None
         while True:
@@ -224,12 +237,19 @@ class AsyncDriver:
                 error = raised
 
     def perform(self, effect: Ask) -> Awaitable[Any]:
-        """Perform one effect and answer it. A test overrides this to stop at every effect, as a crash would."""
+        """Perform one effect; what is awaited is its answer. A test overrides this to stop at every effect, as a crash would."""
         if isinstance(effect, Commit):
-            return self._commit(effect)
+            run = cast(HeldRun, effect.run)
+            if effect.is_recorded or run.turns is None:
+                return self._look_up(run, effect)
+            return self._commit(run, effect)
         if isinstance(effect, Invoke):
             return self._invoke(effect)
         if isinstance(effect, Turn):
+            order: Order | None = cast(HeldRun, effect.run).order
+            has_order = order is not None and order.turns is effect.run.turns and not effect.is_interruption
+            if has_order and cast(Order, order).at_once(effect.call.position, effect.seq):
+                return _NOTHING_TO_AWAIT
             return self._take_turn(effect)
         return self._perform_seldom(effect)
 
@@ -474,26 +494,25 @@ class AsyncDriver:
         assert job.answer is not None
         return await job.answer
 
-    async def _commit(self, effect: Commit) -> Any:
-        run = cast(HeldRun, effect.run)
+    def _commit(self, run: HeldRun, effect: Commit) -> Awaitable[Any]:
+        """Have it written. Where whoever awaits the answer is cancelled, so is the future, and it is written all the same."""
         loop = asyncio.get_running_loop()
+        pending = _Pending(run, effect, loop)
+        self._enqueue(pending, loop)
+        return cast(Awaitable[Any], pending.answer)
+
+    async def _look_up(self, run: HeldRun, effect: Commit) -> Any:
+        """The answer of the log, as far as it seems to have one: nothing has to be written then."""
         if run.turns is None and not run.history.pipeline:  # whose steps are known by name, in whatever order they come
             await self._begin_order(run)
-        if effect.is_recorded and (plan := self._look_up(run, effect)) is not None:
+        if effect.is_recorded and (plan := self._recorded(run, effect)) is not None:
             self._in_loop.replayed += 1
             if self._in_loop.replayed % _PAUSE_AT_REPLAY == 0:
                 await asyncio.sleep(0)
             if plan.error is not None:
                 raise plan.error
             return plan.answer
-        pending = _Pending(run, effect, loop)
-        self._enqueue(pending, loop)
-        try:
-            assert pending.answer is not None
-            return await pending.answer
-        except BaseException:
-            pending.is_abandoned = True
-            raise
+        return await self._commit(run, effect)
 
     async def _begin_order(self, run: HeldRun) -> None:
         """Know the run, and so in which order its program is to be handed what is recorded."""
@@ -508,7 +527,7 @@ class AsyncDriver:
             if run.turns is None:
                 run.begin_turns()
 
-    def _look_up(self, run: HeldRun, effect: Commit) -> Plan | None:
+    def _recorded(self, run: HeldRun, effect: Commit) -> Plan | None:
         """The answer of the log, where there is nothing to write and nothing to wait for."""
         if not run.lock.acquire(blocking=False):
             return None

@@ -13,7 +13,7 @@ from agent_run_ledger.engine.commit import Prepared, prepare
 from agent_run_ledger.engine.effects import Commit, Moment
 from agent_run_ledger.errors import StoreError
 
-AT_ONCE = 64
+AT_ONCE = 32
 """How many runs are written in one transaction: of more the transaction saves nothing, and what waits for it fills memory."""
 
 
@@ -22,8 +22,10 @@ class Waiting(Protocol):
 
     run: HeldRun
     effect: Commit
-    is_abandoned: bool
-    """Whether whoever awaited it was cancelled. It is done all the same: what it says may be written by now."""
+
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether whoever awaited it was cancelled. It is done all the same: what it says may be written by now."""
 
 
 W = TypeVar("W", bound=Waiting)

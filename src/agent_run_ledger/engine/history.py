@@ -53,7 +53,7 @@ class Outcome:
 
     def __init__(self, row: Row, body: dict[str, Any]) -> None:
         self.seq = row.seq
-        self.order = _order(row, body)
+        self.order: int = body.get("seen", row.seq)
         self.at: float = body["at"]
         self.ok: str = body["ok"]
         self.retry_at: float | None = body.get("retry_at")
@@ -81,7 +81,7 @@ class StepHistory:
         assert row.position is not None
         self.position = row.position
         self.seq = row.seq
-        self.order = _order(row, body)
+        self.order: int = body.get("seen", row.seq)
         self.number: int = body["step"]
         self.tool: str = body["tool"]
         self.key: str = body["key"]

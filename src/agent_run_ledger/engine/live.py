@@ -46,6 +46,7 @@ class LiveRun:
     """One run in the hands of one ledger. Everything in it is read and changed under the driver's lock of this run."""
 
     def __init__(self, history: History, token: int, limit: int, undeclared: str) -> None:
+        self.run_id = history.run_id
         self.history = history
         self.token = token
         self.limit = limit
@@ -74,10 +75,6 @@ class LiveRun:
         self.turns: Turns | None = None
         """The order in which outcomes are handed out, where calls run side by side in an event loop."""
         self.restart()
-
-    @property
-    def run_id(self) -> str:
-        return self.history.run_id
 
     @property
     def is_cancelled(self) -> bool:

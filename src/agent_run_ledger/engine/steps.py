@@ -52,7 +52,9 @@ def step(run: LiveRun, call: Call) -> Flow[Any]:
     try:
         if run.late:
             yield from _take_late(run, call, call.options.timeout)
-        yield from _commit(run, call, partial(_intend, call), None, position in run.history.positions)
+        decide = partial(_intend, call)
+        if (answer := (yield Commit(run, decide, None, position in run.history.positions))) is not None:
+            yield from _insist(run, call, decide, None, answer)
         # Looked up each time: a run that was in doubt is read anew, and what it was before learns of nothing any more.
         while (this := run.history.positions.get(position)) is not None and not this.is_settled:
             if this.outcome is None:
@@ -110,17 +112,20 @@ def _given_by(run: LiveRun, position: str) -> int:
     return step.missed or step.outcome.order
 
 
-def _commit(
-    run: LiveRun, call: Call, decide: Decision, token: int | None = None, is_recorded: bool = False
-) -> Flow[None]:
-    """Commit what may end the run, or has to look at arguments that are not in memory.
+def _commit(run: LiveRun, call: Call, decide: Decision, token: int | None = None) -> Flow[None]:
+    """Commit what may end the run, or has to look at arguments that are not in memory."""
+    if (answer := (yield Commit(run, decide, token))) is not None:
+        yield from _insist(run, call, decide, token, answer)
 
-    Before the end whatever is in flight finishes and is recorded, and nothing new begins; what is not in memory is fetched. Then it
-    is decided anew.
+
+def _insist(run: LiveRun, call: Call, decide: Decision, token: int | None, answer: Any) -> Flow[None]:
+    """Do what the decision lacks, and have it taken anew, until it is.
+
+    Before the end of a run whatever is in flight finishes and is recorded, and nothing new begins; what is not in memory is fetched.
     """
     closes = False
     try:
-        while (answer := (yield Commit(run, decide, token, is_recorded))) is not None:
+        while answer is not None:
             if isinstance(answer, Fetch):
                 call.recorded = yield answer
                 call.is_fetched = True
@@ -133,6 +138,7 @@ def _commit(
                 run.closing -= closes
                 closes = False
                 yield Quiet(run, ends=False)
+            answer = yield Commit(run, decide, token)
     finally:
         run.closing -= closes
 
