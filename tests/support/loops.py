@@ -62,7 +62,7 @@ def run(
     finally:
         if is_hanging.is_set():
             pytest.fail("the program hangs")
-        assert complaints == []
+        assert complaints == [], complaints
 
 
 class HeldUp:

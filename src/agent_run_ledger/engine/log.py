@@ -44,18 +44,22 @@ def seal(history: History, token: int, at: float, drafts: Iterable[Draft]) -> li
     sealed: list[Sealed] = []
     begun: set[str | None] = set()
     settled: set[str] = set()
+    waiting: set[str] = set()
     for kind, event, fields, payload, position, attempt, digest, salted, fingerprint in drafts:
         if event is not None:
             state = lifecycle.after(state, event, run_id)
             if position is not None and kind in ("outcome", "parked"):
                 settled.add(position)
                 begun.discard(position)
+                if state is RunState.BLOCKED:  # by this very event: the others of this append are told
+                    waiting.add(position)
                 if begun:
                     state = RunState.RUNNING
-                elif len(history.running) > 1 or history.waiting:
-                    state = history.stands_as(state, settled)
+                elif len(history.running) > 1 or history.waiting or waiting:
+                    state = history.stands_as(RunState.BLOCKED if waiting else state, settled)
         if kind == "intent":
             begun.add(position)
+            waiting.discard(position or "")
             steps += attempt == 1
         elif kind == "refused":
             refused += 1
