@@ -58,6 +58,11 @@ def seen(run: LiveRun, call: Call) -> dict[str, int]:
     return {"seen": call.seen}
 
 
+def when(call: Call) -> dict[str, int]:
+    """The field that says when a call was interrupted: what it is written in stands later in the log than that."""
+    return {"seen": call.seen} if call.seen is not None else {}
+
+
 def left_in_doubt(run: LiveRun, behind: frozenset[str] | None) -> tuple[list[Draft], StepInDoubt | None]:
     """What comes first when a program goes on although a call gave it no outcome: that it was interrupted is recorded.
 
@@ -75,9 +80,9 @@ def left_in_doubt(run: LiveRun, behind: frozenset[str] | None) -> tuple[list[Dra
         if step is not None and step.outcome is None:
             if must_not_repeat(run, step.declared) and not _is_undispatched(run, call, step):
                 return _doubt(run, step)
-            drafts.append(cancelled(step, seen(run, call)))
+            drafts.append(cancelled(step, when(call)))
         elif position not in run.history.missed and not (step is not None and step.is_missed):
-            drafts.append(missed(call, step, seen(run, call)))
+            drafts.append(missed(call, step, when(call)))
     for step in steps.values() if behind is None else ():
         if step.outcome is None and step.position not in run.interrupted:
             if must_not_repeat(run, step.declared):
