@@ -6,9 +6,11 @@ import _thread
 import asyncio
 import gc
 import os
+import signal
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import anyio
@@ -77,7 +79,7 @@ class Scene:
         self.went_on_at = self.loop.turns
         self.has_gone_on.set()
 
-    def at(self, kind: str, position: str) -> Callable[[Row], None]:
+    def at(self, kind: str, position: str | None) -> Callable[[Row], None]:
         """The moment at which such an entry is being written. Another thread goes on with that when the program goes on."""
 
         def reached(row: Row) -> None:
@@ -219,14 +221,14 @@ async def a_failing_sibling(scene: Scene, thunk: Thunk) -> Any:
 
 async def move_on_after(scene: Scene, thunk: Thunk) -> Any:
     scene.cancel = _let_time_pass(scene)
-    with anyio.move_on_after(60):
+    with anyio.move_on_after(60 if scene.is_first else 0.1):  # whose end a replay waits for
         return await thunk()
     return INTERRUPTED
 
 
 async def fail_after(scene: Scene, thunk: Thunk) -> Any:
     scene.cancel = _let_time_pass(scene)
-    with anyio.fail_after(60):
+    with anyio.fail_after(60 if scene.is_first else 0.1):
         return await thunk()
 
 
@@ -620,10 +622,58 @@ def test_coroutines_of_a_gather_that_was_cancelled_before_they_began_are_closed(
 # --- whoever else writes ----------------------------------------------------------------------------------------------
 
 
+@asynccontextmanager
+async def busy_writer(ledger: AgentRunLedger) -> AsyncIterator[None]:
+    """The thread that writes has something else to do: what is put into its queue stays there."""
+    is_busy, goes_on = threading.Event(), threading.Event()
+    writer = asyncio.ensure_future(ledger._asynchronous.in_thread(lambda: (is_busy.set(), goes_on.wait(LONG))))
+    while not is_busy.is_set():
+        await asyncio.sleep(0)
+    yield
+    goes_on.set()
+    await writer
+
+
+def test_an_intent_that_still_waits_for_the_writer_is_not_written_any_more() -> None:
+    scene = Scene("full")
+
+    def program(ledger: AgentRunLedger) -> Callable[..., Any]:
+        @ledger.tool(effect=Effect.MUTATE)
+        async def tool() -> str:
+            scene.calls += 1
+            scene.cleanups += 1
+            return "value"
+
+        @ledger.agent()
+        async def agent() -> Any:
+            await tool()
+            if scene.is_first:
+                async with busy_writer(ledger):
+                    calling = asyncio.create_task(tool())
+                    for _ in range(10):
+                        await asyncio.sleep(0)
+                    calling.cancel()
+                    with pytest.raises(asyncio.CancelledError):
+                        await calling
+            else:
+                with pytest.raises(StepCancelled):
+                    await tool()
+            await tool()
+            if scene.is_first:
+                raise Stopped
+            return "done"
+
+        return agent
+
+    scene.live(program)
+    assert ("intent", "2") not in scene.entries
+    assert scene.live(program) == "done"
+    assert scene.calls == 2
+
+
 def test_an_outcome_is_written_once_although_another_thread_wrote_first_that_it_was_missed() -> None:
     """`run.now()` writes from the loop's thread, past what waits for the writer."""
     scene = Scene("full")
-    is_busy, goes_on = threading.Event(), threading.Event()
 
     def program(ledger: AgentRunLedger) -> Callable[..., Any]:
         returns, ends = asyncio.Event(), asyncio.Event()
@@ -648,18 +698,14 @@ def test_an_outcome_is_written_once_although_another_thread_wrote_first_that_it_
             other, calling = asyncio.create_task(in_a_branch(this)), asyncio.create_task(tool())
             while len(held.in_flight) < 2:
                 await asyncio.sleep(0)
-            writer = asyncio.ensure_future(ledger._asynchronous.in_thread(lambda: (is_busy.set(), goes_on.wait(LONG))))
-            while not is_busy.is_set():
-                await asyncio.sleep(0)
-            returns.set()
-            for _ in range(10):  # its outcome waits for the writer
-                await asyncio.sleep(0)
-            calling.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await calling
-            this.now()
-            goes_on.set()
-            await writer
+            async with busy_writer(ledger):
+                returns.set()
+                for _ in range(10):  # its outcome waits for the writer
+                    await asyncio.sleep(0)
+                calling.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await calling
+                this.now()
             ends.set()
             return await other
 
@@ -789,3 +835,90 @@ def test_calls_that_are_left_behind_end_before_their_run_is_given_back(durabilit
 
     assert isinstance(scene.live(program, stays=True), asyncio.CancelledError)
     assert scene.entries[-1] == ("parked", None)
+
+
+@pytest.mark.parametrize("durability", ["process", "full"])
+def test_a_program_that_is_cancelled_while_it_parks_is_parked_nevertheless(durability: str) -> None:
+    scene = Scene(durability)
+
+    def program(ledger: AgentRunLedger) -> Callable[..., Any]:
+        @ledger.agent()
+        async def agent() -> None:
+            scene.cancel = _task().cancel
+            scene.store.before = scene.at("parked", None)
+            scene.has_gone_on.set()
+            raise Stopped
+
+        return agent
+
+    scene.live(program)
+    (parked,) = (row for row in scene.memory.read(RUN) if row.kind == "parked")
+    assert b"Stopped" in (parked.payload or b"")
+
+
+@pytest.mark.parametrize("durability", ["process", "full"])
+def test_a_loop_that_shuts_down_leaves_runs_that_can_go_on(durability: str) -> None:
+    """`asyncio.run` cancels what its program has left behind."""
+    scene = Scene(durability)
+    program = posting(scene, Effect.READ, "dispatch", goes_on=False)
+    scene.life = 1
+    scene.is_over = True  # nobody else cancels
+    with AgentRunLedger(scene.store, durability=scene.durability, clock=scene.memory.clock) as ledger:
+        agent = program(ledger)
+        left: list[asyncio.Task[Any]] = []
+
+        async def leaves() -> None:
+            loop = asyncio.get_running_loop()
+            assert isinstance(loop, CountingLoop)
+            scene.loop = loop
+            left.append(asyncio.create_task(ledger.arun(agent, run_id=RUN)))
+            while not scene.calls:
+                await asyncio.sleep(0)
+
+        run(leaves)
+        assert left[0].cancelled()
+        ledger._asynchronous.close()
+        assert scene.entries == [("created", None), ("intent", "1"), ("parked", None)]
+        assert (head := scene.memory.head(RUN)) is not None
+        assert head.owner is None
+    assert scene.live(program) == "posted"
+    assert scene.calls == 2
+
+
+@pytest.mark.parametrize("durability", ["process", "full"])
+@pytest.mark.parametrize("is_plain", [False, True], ids=["async tool", "plain tool"])
+def test_ctrl_c_ends_the_loop_and_leaves_the_step_in_doubt(durability: str, is_plain: bool) -> None:
+    scene = Scene(durability)
+
+    async def tool() -> str:
+        scene.calls += 1
+        if scene.is_first:
+            signal.raise_signal(signal.SIGINT)
+            await asyncio.sleep(LONG)
+        return "value"
+
+    def plain() -> str:
+        scene.calls += 1
+        if scene.is_first:
+            raise KeyboardInterrupt
+        return "value"
+
+    def program(ledger: AgentRunLedger) -> Callable[..., Any]:
+        @ledger.agent()
+        async def agent(this: Run) -> Any:
+            return await this.step("tool", {}, plain if is_plain else tool)
+
+        return agent
+
+    scene.life = 1
+    with AgentRunLedger(scene.store, durability=scene.durability, clock=scene.memory.clock) as ledger:
+        agent = program(ledger)
+        with pytest.raises(KeyboardInterrupt):
+            run(lambda: ledger.arun(agent, run_id=RUN))
+        ledger._asynchronous.close()
+        assert scene.entries == [("created", None), ("intent", "1"), ("parked", None)]
+        assert (head := scene.memory.head(RUN)) is not None
+        assert head.owner is None
+    scene.cleanups = 2
+    assert scene.live(program) == "value"
+    assert scene.calls == 2

@@ -357,6 +357,33 @@ async def a_step_in_doubt_while_other_branches_go_on(life: AsyncLife) -> Any:
         return "in doubt"
 
 
+@flow(also=["in doubt"])
+async def a_call_made_while_one_is_cancelled_that_must_not_be_repeated(life: AsyncLife) -> Any:
+    pay = life.atool("pay", turns=100, effect=Effect.MUTATE)
+    look = life.atool("look", turns=2, effect=Effect.READ)
+    looked: list[Any] = []
+
+    async def program() -> Any:
+        payment = asyncio.create_task(pay(1))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        if payment.done() and isinstance(payment.exception(), StoreFull):
+            await payment
+        beyond = asyncio.create_task(look(2))
+        await asyncio.sleep(0)
+        payment.cancel()
+        looked.append(await beyond)  # it was made before, so it goes on
+        with suppress(asyncio.CancelledError, StepInDoubt):
+            await payment
+        return await look(3)
+
+    with pytest.raises(StepInDoubt) as told:
+        await life.arun(program)
+    assert is_blocked(life)
+    assert told.value.tool_name == "pay"
+    return looked or "in doubt"
+
+
 async def _refused(life: AsyncLife, program: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
     """What is left of a run that is ended while a call is under way in another branch: that one comes to its end first."""
     slow = life.atool("slow", turns=80, effect=Effect.READ)

@@ -163,12 +163,12 @@ def test_a_program_gets_the_same_timeout_again_when_it_is_replayed(process: Proc
                 slow.caught.append(error)
             result = await other()
             if stops[0]:
-                raise OSError
+                raise LookupError("stopped")
             return result
 
         return agent
 
-    with pytest.raises(OSError):
+    with pytest.raises(LookupError, match="stopped"):
         process.run(program(process.ledger), late=passes)
     stops[0] = False
     second = process.next()
@@ -254,6 +254,7 @@ class Threaded:
         return f"call {len(self.threads)}"
 
     def agent(self, ledger: AgentRunLedger, *, timeout: float = SHORT, **options: Any) -> Callable[..., Any]:
+        ledger._agents.clear()  # a later one of a test has other options
         if self.is_async:
 
             @ledger.agent(name="agent")
@@ -312,10 +313,10 @@ def test_a_plain_tool_that_is_not_in_time_fails_and_is_left_to_itself(
 def test_only_what_has_no_side_effect_is_dispatched_again_beside_the_thread(
     process: Process, threaded: Threaded
 ) -> None:
-    agent = threaded.agent(process.ledger, effect=Effect.READ)
     with pytest.raises(StepFailed):
-        process.run(agent)
-    assert process.run(agent) == "call 2"
+        process.run(threaded.agent(process.ledger, effect=Effect.READ))
+    assert process.run(threaded.agent(process.ledger, effect=Effect.READ, timeout=60.0)) == "call 2"
+    assert not threaded.gate.is_set()
     assert [attempt for _, attempt in threaded.calls] == [1, 2]
 
 
@@ -355,7 +356,6 @@ def test_a_call_that_waits_for_the_thread_is_given_what_it_returns(
     (work,) = process.ledger._leases.run(RUN).left_running.values()
     opener = threading.Timer(0.05, threaded.gate.set)
     opener.start()
-    process.ledger._agents.clear()
     assert process.run(threaded.agent(process.ledger, effect=effect, timeout=60.0)) == "call 1"
     assert work.is_over
     assert len(threaded.calls) == 1
@@ -376,8 +376,9 @@ def test_a_retry_waits_for_the_threads_end_and_takes_what_it_returns(
 
 
 def test_a_retry_of_what_has_no_side_effect_does_not_wait_for_the_thread(process: Process, threaded: Threaded) -> None:
-    agent = threaded.agent(process.ledger, effect=Effect.READ, retry=RetryPolicy(max_attempts=3, base=0.0))
-    assert process.run(agent) == "call 2"
+    retry = RetryPolicy(max_attempts=9, base=0.0)  # a busy machine may keep one of them from being in time
+    agent = threaded.agent(process.ledger, effect=Effect.READ, timeout=0.2, retry=retry)
+    assert process.run(agent) in [f"call {number}" for number in range(2, 10)]
     assert not threaded.gate.is_set()
 
 
@@ -400,7 +401,6 @@ def test_what_must_not_be_repeated_is_in_doubt_until_its_thread_returns(
 
 
 def test_a_thread_that_fails_late_leaves_its_step_to_the_next_attempt(process: Process, threaded: Threaded) -> None:
-    agent = threaded.agent(process.ledger, effect=Effect.IDEMPOTENT)
     fails = threaded.tool
 
     def tool() -> str:
@@ -410,9 +410,9 @@ def test_a_thread_that_fails_late_leaves_its_step_to_the_next_attempt(process: P
 
     threaded.tool = tool  # type: ignore[method-assign]
     with pytest.raises(StepFailed):
-        process.run(agent)
+        process.run(threaded.agent(process.ledger, effect=Effect.IDEMPOTENT))
     threaded.end(process)
-    assert process.run(agent) == "second"
+    assert process.run(threaded.agent(process.ledger, effect=Effect.IDEMPOTENT, timeout=60.0)) == "second"
     assert [attempt for _, attempt in threaded.calls] == [1, 2]
     assert len({key for key, _ in threaded.calls}) == 1
 

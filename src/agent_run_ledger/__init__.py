@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from agent_run_ledger.errors import NotDurableWarning as NotDurableWarning
     from agent_run_ledger.errors import PayloadTooLarge as PayloadTooLarge
     from agent_run_ledger.errors import PlainDataWarning as PlainDataWarning
+    from agent_run_ledger.errors import ProgramEnded as ProgramEnded
     from agent_run_ledger.errors import Reentered as Reentered
     from agent_run_ledger.errors import ReplayDivergence as ReplayDivergence
     from agent_run_ledger.errors import ReplayStalledWarning as ReplayStalledWarning
@@ -86,6 +87,7 @@ else:
         "NotDurableWarning": "errors",
         "PayloadTooLarge": "errors",
         "PlainDataWarning": "errors",
+        "ProgramEnded": "errors",
         "Reentered": "errors",
         "ReplayDivergence": "errors",
         "ReplayStalledWarning": "errors",
@@ -167,6 +169,7 @@ __all__ = [
     "NotDurableWarning",
     "PayloadTooLarge",
     "PlainDataWarning",
+    "ProgramEnded",
     "Reentered",
     "ReplayDivergence",
     "ReplayStalledWarning",

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from agent_run_ledger.drivers.context import current_step, place_variable, step_variable
+from agent_run_ledger.drivers.context import caller, current_step, place_variable, step_variable
 from agent_run_ledger.drivers.leases import HeldRun
 from agent_run_ledger.engine import admission, runs
 from agent_run_ledger.engine.call import Call, Options
@@ -80,6 +80,11 @@ class Tool(Registered):
             if not self.takes_step_key:
                 kwargs.pop("step_key", None)
             return self.plain(args, kwargs)
+        if self.takes.is_async and not place.run.is_async and type(caller()) is int:
+            raise InvalidArguments(
+                f"{self.name!r} is an async tool, and the program of run {place.run.run_id!r} is not async: nobody would await it; "
+                "nothing was dispatched. Make the agent async, or the tool plain."
+            )
         options = self.options
         if "step_key" in kwargs and not self.takes_step_key:
             key = kwargs.pop("step_key")
@@ -185,8 +190,10 @@ def program_of(run: Run, held: HeldRun) -> Iterator[None]:
     try:
         yield
     finally:
-        place_variable.reset(place)
-        step_variable.reset(inside)
+        run.over()
+        with suppress(ValueError):  # closed from elsewhere, as a coroutine may be whose loop is closed
+            place_variable.reset(place)
+            step_variable.reset(inside)
 
 
 def refuse_itself(run_id: str | None) -> None:

@@ -146,6 +146,21 @@ class UnorderedStep(LedgerError, RuntimeError):
         self.in_flight = in_flight
 
 
+class ProgramEnded(LedgerError, RuntimeError):
+    """A run was asked for something by what its program left behind: a task or thread that outlived it. Nothing was done.
+
+    The program has returned, or an exception has left it, and the run was finished or parked. Await, join or cancel what you start.
+    """
+
+    def __init__(self, run_id: str, asked: str) -> None:
+        super().__init__(
+            f"run {run_id!r}: {asked!r} was asked for by a task or thread that outlived the run's program, which has returned or failed; "
+            "nothing was dispatched and nothing was written. Await, join or cancel what the program starts before it ends."
+        )
+        self.run_id = run_id
+        self.asked = asked
+
+
 class EffectConflict(LedgerError, RuntimeError):
     """A tool that changes something was called inside a step that says it changes nothing. The tool was not called.
 

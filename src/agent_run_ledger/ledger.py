@@ -179,7 +179,10 @@ class Ledger:
         if self._async_driver is None:
             from agent_run_ledger.drivers.asynchronous import AsyncDriver
 
-            self._async_driver = AsyncDriver(self._driver, self._store, self._clock, self._leases, self._durability)
+            with self._starting:
+                if self._async_driver is None:
+                    arguments = (self._driver, self._store, self._clock, self._leases, self._durability)
+                    self._async_driver = AsyncDriver(*arguments)
         return self._async_driver
 
     # --- looking ------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from agent_run_ledger.engine import runs
 from agent_run_ledger.engine.call import Call, Options, StepOptions, declared
 from agent_run_ledger.engine.live import Branch
 from agent_run_ledger.engine.steps import step
-from agent_run_ledger.errors import InvalidArguments, LedgerError, UnorderedStep
+from agent_run_ledger.errors import InvalidArguments, LedgerError, ProgramEnded, UnorderedStep
 from agent_run_ledger.model import Effect
 from agent_run_ledger.rules import functions
 from agent_run_ledger.rules.names import check_name
@@ -58,6 +58,7 @@ class Run:
         self._ledger = ledger
         self._held = held
         self._is_async = is_async
+        self._is_over = False
         self.run_id = held.run_id
         self.result: Any = None
         """What `open_run` finishes the run with."""
@@ -77,7 +78,7 @@ class Run:
 
     def perform(self, call: Call, *, is_async: bool) -> Any:
         """Make a call in the branch that the calling code is in; if `is_async` return what is awaited for its outcome."""
-        call.branch = branch_of(self._held, call.tool)
+        call.branch = self.stand(call.tool)
         return perform(self._ledger, self._held, call, is_async=is_async)
 
     def now(self) -> float:
@@ -94,6 +95,21 @@ class Run:
 
     # --- branches -----------------------------------------------------------------------------------------------------
 
+    def over(self) -> None:
+        """Its program has returned, or an exception has left it: whatever it left running makes no further call."""
+        self._is_over = True
+
+    @property
+    def is_async(self) -> bool:
+        """Whether its program is async."""
+        return self._is_async
+
+    def stand(self, asked: str) -> Branch:
+        """The branch of this run that the calling code is in. Raises `UnorderedStep` inside of one of its steps, `ProgramEnded` behind."""
+        if self._is_over:
+            raise ProgramEnded(self.run_id, asked)
+        return branch_of(self._held, asked)
+
     @contextmanager
     def branch(self, name: str) -> Iterator[None]:
         """A line of calls that goes on beside others: calls inside have positions of their own, whatever the others do.
@@ -101,13 +117,16 @@ class Run:
         For a task or thread that makes calls one after another while others do. A name is a place in the run: opened again, the
         branch goes on where it was left.
         """
-        parent = branch_of(self._held, f"branch {name!r}")
-        opened = self._held.open_branch(parent, check_name("branch", name))
+        check_name("branch", name)
+        parent = self.stand(f"branch {name!r}")
+        with self._held.lock:
+            opened = self._held.open_branch(parent, name)
         with self.standing_in(opened):
             try:
                 yield
             finally:
-                self._held.close_branch(opened, parent)
+                with self._held.lock:
+                    self._held.close_branch(opened, parent)
 
     def gather(self, *thunks: Any) -> Any:
         """Run functions side by side, each in a branch of its own, and return what they return, in the order in which they are given.
@@ -137,27 +156,30 @@ class Run:
         return self._ledger._asynchronous.gather(self, branches, thunks, concurrency)
 
     def _branches(self, number: int) -> list[Branch]:
-        parent = branch_of(self._held, "gather")
-        self._held.admit(parent, caller(), "gather")
-        position = parent.take()
-        return [self._held.open_branch(parent, number=f"{position}.{each}") for each in range(1, number + 1)]
+        parent = self.stand("gather")
+        with self._held.lock:
+            self._held.admit(parent, caller(), "gather")
+            position = parent.take()
+            return [self._held.open_branch(parent, number=f"{position}.{each}") for each in range(1, number + 1)]
 
     def _in_threads(self, branches: list[Branch], thunks: Iterable[Callable[[], Any]], concurrency: int) -> list[Any]:
         waiting = list(zip(branches, thunks, strict=True))
         works: list[Work] = []
         running: list[Work] = []
-        for branch, thunk in waiting:
-            if len(running) >= concurrency:
-                running = _rest(running)
-            if any(work.is_over and work.result.error is not None for work in works) and concurrency < len(waiting):
-                break
-            work = Work(self.in_branch, {"branch": branch, "thunk": thunk}, "branch")
-            works.append(work)
-            running.append(work)
-            work.start()
-        for work in works:
-            work.wait(None)
-        self.joined(branches)
+        try:
+            for branch, thunk in waiting:
+                if len(running) >= concurrency:
+                    running = _rest(running)
+                if any(work.is_over and work.result.error is not None for work in works) and concurrency < len(waiting):
+                    break
+                work = Work(self.in_branch, {"branch": branch, "thunk": thunk}, "branch")
+                works.append(work)
+                running.append(work)
+                work.start()
+        finally:  # an interrupt waits for the threads; a second one leaves them to themselves
+            for work in works:
+                work.wait(None)
+            self.joined(branches)
         for work in works:
             if work.result.error is not None:
                 raise work.result.error
@@ -171,8 +193,9 @@ class Run:
     def joined(self, branches: list[Branch]) -> None:
         """The program goes on behind these branches."""
         parent = branch_of(self._held, "gather")
-        for branch in branches:
-            self._held.close_branch(branch, parent)
+        with self._held.lock:
+            for branch in branches:
+                self._held.close_branch(branch, parent)
 
     @contextmanager
     def standing_in(self, branch: Branch) -> Iterator[None]:
@@ -184,8 +207,13 @@ class Run:
                 place_variable.reset(token)
 
     def _value(self, name: str, fresh: Any) -> Any:
-        branch = branch_of(self._held, f"run.{name}()")
-        return self._ledger._driver.obey(runs.value(self._held, branch, caller(), name, fresh))
+        branch = self.stand(f"run.{name}()")
+        with self._held.lock:
+            self._held.admit(branch, caller(), f"run.{name}()")
+            if branch.unbegun:
+                self._held.let_go_of_dropped(branch)
+            position = branch.take()
+        return self._ledger._driver.obey(runs.value(self._held, branch, position, name, fresh))
 
 
 def branch_of(held: HeldRun, asked: str) -> Branch:
@@ -194,7 +222,11 @@ def branch_of(held: HeldRun, asked: str) -> Branch:
     if inside is not None and inside.run_id == held.run_id:
         raise UnorderedStep(held.run_id, asked, inside.tool_name)
     place: Place | None = place_variable.get()
-    return place.branch if place is not None and place.run._held is held else held.root
+    if place is None or place.run._held is not held:
+        return held.root
+    if place.run._is_over:
+        raise ProgramEnded(held.run_id, asked)
+    return place.branch
 
 
 def _thunk(tool: Callable[..., T], item: Any) -> Callable[[], T]:
@@ -238,6 +270,7 @@ class OpenRun:
         return self._run
 
     def _leave(self) -> None:
+        self._run.over()
         place, inside = self._tokens
         with suppress(ValueError):  # left in another context than it was entered in
             place_variable.reset(place)

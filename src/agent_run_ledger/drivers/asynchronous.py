@@ -41,7 +41,7 @@ from agent_run_ledger.engine.effects import (
 )
 from agent_run_ledger.engine.live import Branch
 from agent_run_ledger.engine.steps import step
-from agent_run_ledger.errors import InvalidArguments, LedgerError, RunOwned
+from agent_run_ledger.errors import InvalidArguments, LedgerError, RunOwned, StoreError, UnorderedStep
 
 T = TypeVar("T")
 
@@ -52,10 +52,17 @@ _STOP_SECONDS = 5.0
 """How long an agent that has returned waits for calls of its own that it left behind, once they are cancelled."""
 
 
-def _task() -> object:
+def _task() -> asyncio.Task[Any] | None:
     try:
         return asyncio.current_task()
     except RuntimeError:  # no loop runs in this thread
+        return None
+
+
+def _running_loop() -> asyncio.AbstractEventLoop | None:
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
         return None
 
 
@@ -200,6 +207,9 @@ class AsyncDriver:
     def call(self, run: HeldRun, call: Call) -> Coroutine[Any, Any, Any]:
         """The program makes this call now; whoever awaits what this returns gets its outcome. Raises `UnorderedStep`."""
         branch = call.branch
+        order: Order | None = run.order
+        if order is not None and not order.is_idle and _running_loop() not in (order.loop, None):
+            raise UnorderedStep(run.run_id, call.tool, "a call of another event loop")
         if branch.unbegun and branch not in self._in_loop.looked_at:
             self._look_for_dropped(run, branch)
         self.sync.make(run, call)
@@ -275,10 +285,14 @@ class AsyncDriver:
 
         run.__enter__()
         job = _Job(work, None)
-        if run.put_off:  # what waits for a sync in the thread comes first
-            self._writer.put(job)
-        else:
-            self._enqueue(job, asyncio.get_running_loop())
+        loop = _running_loop()
+        try:
+            if run.put_off or loop is None:  # what waits for a sync in the thread comes first
+                self._writer.put(job)
+            else:
+                self._enqueue(job, loop)
+        except StoreError:  # the ledger is closed, and has given the run back
+            run.__exit__(None, None, None)
 
     # --- programs -----------------------------------------------------------------------------------------------------
 
@@ -301,7 +315,8 @@ class AsyncDriver:
             try:
                 return await self.in_thread(take)
             except asyncio.CancelledError:  # the thread takes it all the same, or has taken it
-                self._writer.put(_Job(let_go, None))
+                with suppress(StoreError):  # the ledger is closed, and has given it back
+                    self._writer.put(_Job(let_go, None))
                 raise
             except RunOwned as owned:
                 is_ours = waits_for_itself and owned.owner == self._leases.owner
@@ -346,12 +361,13 @@ class AsyncDriver:
             self.behind(run, runs.park(run, error))
 
     def _cancel_calls(self, run: HeldRun) -> list[asyncio.Task[Any]]:
-        here = asyncio.current_task()
+        here = _task()
         for call in [call for call in run.made.values() if call.task is None]:  # made, and never begun
             run.ended(call, None)
         tasks = {call.task for call in run.made.values() if call.task is not None and call.task is not here}
         for task in tasks:
-            task.cancel()
+            with suppress(RuntimeError):  # its loop is closed
+                task.cancel()
         return list(tasks)
 
     async def _stop_calls(self, run: HeldRun) -> None:
@@ -403,7 +419,8 @@ class AsyncDriver:
             await _over(work)
             if work.result.error is not None:
                 raise work.result.error
-            return cast(T, work.result.value)
+            value: Any = work.result.value
+            return cast(T, await value if hasattr(type(value), "__await__") else value)
 
         return call
 
@@ -565,7 +582,8 @@ class AsyncDriver:
         except BaseException as error:
             return Result(None, error)
         finally:
-            step_variable.reset(context)
+            with suppress(ValueError):  # closed from elsewhere, as a coroutine is whose loop is closed
+                step_variable.reset(context)
 
     def _still_ours(self, run: HeldRun, token: int) -> None:
         """The process may have been stopped since the intent was written."""
@@ -659,7 +677,10 @@ class AsyncDriver:
             return
         gathered = self._in_loop
         if gathered.loop is not loop:
+            if gathered.loop is not None and gathered.items:  # its turn has not come to an end, and perhaps never will
+                self._write_turn()
             gathered.loop, gathered.items = loop, []
+            gathered.looked_at.clear()
         if not gathered.items:
             loop.call_soon(self._write_turn)
         gathered.items.append(item)
@@ -672,7 +693,11 @@ class AsyncDriver:
         """Have the thread write what must wait for a sync."""
         pending.is_put_off = True
         pending.run.put_off += 1
-        self._writer.put(pending)
+        try:
+            self._writer.put(pending)
+        except StoreError:
+            pending.run.put_off -= 1
+            raise
 
     def _write(self, items: list[_Item], is_inline: bool = False) -> None:
         """Write everything that has come together, the commits of all runs in one transaction."""
@@ -709,7 +734,8 @@ class AsyncDriver:
 
 def _resolve(answers: _Answers) -> None:
     for item, value, error in answers:
-        item.resolve(value, error)
+        with suppress(RuntimeError):  # its loop is closed
+            item.resolve(value, error)
 
 
 def _result_of(task: asyncio.Task[Any]) -> Result:

@@ -69,12 +69,15 @@ class HeldRun(LiveRun):
         self.late.discard(position)
 
     def slim(self) -> None:
-        """Of a run that is given back keep nothing, and of one that has ended how it ended: it is read anew when it is used."""
+        """Of the log of a run that is given back keep nothing, and of one that has ended how it ended: it is read when it is used."""
         before, self.history = self.history, History(self.run_id, b"")
+        self.turns = self.order = None
         if before.state.is_terminal:
             self.history.secret, self.history.state = before.secret, before.state
             self.history.cause, self.history.result_digest = before.cause, before.result_digest
             self.is_settled = True
+            self.left_running.clear()
+            self.late.clear()
 
 
 def is_owed(run: LiveRun, draft: Draft) -> bool:

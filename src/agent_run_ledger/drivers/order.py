@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import suppress
 from typing import Any
 
 from agent_run_ledger.engine.live import LiveRun
@@ -39,6 +40,17 @@ class Order:
     def at_once(self, position: str, seq: int) -> bool:
         """Whether the outcome may be handed out without any waiting; it counts as handed out then."""
         return not self._is_pacing and self.turns.at_once(position, seq)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nobody waits in this loop."""
+        return not self._waiters
+
+    def look(self) -> None:
+        """Something was handed out beside the loop: see whether that was what others waited for."""
+        if self._waiters:
+            with suppress(RuntimeError):  # the loop is closed
+                self.loop.call_soon_threadsafe(self._hand_out)
 
     async def wait(self, position: str, seq: int) -> None:
         """Return when it is this call's turn."""

@@ -222,9 +222,12 @@ class SyncDriver:
 
     @staticmethod
     def _take_turn(effect: Turn) -> None:
-        if effect.run.turns is not None:
-            effect.run.turns.waiting(effect.call.position, effect.seq)
-            effect.run.turns.handed(effect.call.position)
+        run, position = cast(HeldRun, effect.run), effect.call.position
+        if run.turns is not None:
+            run.turns.waiting(position, effect.seq)
+            run.turns.handed(position)
+            if run.order is not None:
+                run.order.look()  # somebody in the event loop may have waited for this one
 
     def _wait_for_quiet(self, effect: Quiet) -> None:
         while not effect.is_over:

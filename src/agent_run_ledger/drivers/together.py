@@ -10,7 +10,7 @@ from agent_run_ledger.contract import Append, Clock, Store
 from agent_run_ledger.drivers.leases import HeldRun, Leases
 from agent_run_ledger.drivers.sync import SyncDriver
 from agent_run_ledger.engine.commit import Prepared, prepare
-from agent_run_ledger.engine.effects import Commit, Moment
+from agent_run_ledger.engine.effects import Commit, Decision, Moment
 from agent_run_ledger.errors import StoreError
 
 AT_ONCE = 32
@@ -90,15 +90,19 @@ class Together(Generic[W]):
                 run.is_touched = True
                 # A program that was interrupted goes on behind what it left: that is decided on what stands in the log.
                 decisions = [commit.effect.decide for commit in (line[:1] if run.interrupted else line)]
+                moment = Moment(now, random.random())
                 try:
-                    prepared = prepare(run, decisions, Moment(now, random.random()))
-                except Exception as error:  # the first is impossible, or the next one is the first then
+                    prepared = self._prepared(run, decisions, moment)
+                except Exception as error:  # the first is impossible by itself
                     answers.append((line[0], None, error))
                     lines[run] = line[1:]
                     continue
                 if put_off is not None and prepared.synced and prepared.sealed:
                     for commit in line:
-                        put_off(commit)
+                        try:
+                            put_off(commit)
+                        except Exception as error:  # closed meanwhile
+                            answers.append((commit, None, error))
                     continue
                 if len(prepared.plans) < len(line):
                     lines[run] = line[len(prepared.plans) :]
@@ -113,6 +117,14 @@ class Together(Generic[W]):
         finally:
             for run in runs[:locked]:
                 run.lock.release()
+
+    @staticmethod
+    def _prepared(run: HeldRun, decisions: list[Decision], moment: Moment) -> Prepared:
+        """As many as go together; where one of them is impossible, the first alone."""
+        try:
+            return prepare(run, decisions, moment)
+        except Exception:
+            return prepare(run, decisions[:1], moment)
 
     def _fit(self, run: HeldRun, line: list[W], answers: Answers[W]) -> list[W]:
         """Those of the commits for which the run is still ours, and the run made ready for them."""

@@ -44,6 +44,7 @@ class Writer(Generic[T]):
                     ended.acquire()
                     _thread.start_new_thread(_empty, (self._items, weakref.WeakMethod(self._write), ended))
                     self._ended = ended
+                    weakref.finalize(self, self._items.put, None).atexit = False  # of a ledger that nobody closes
         self._items.put(item)
 
     def close(self, rest: Sequence[T]) -> None:

@@ -64,6 +64,7 @@ class Audit:
         self.token = 0
         self.steps = 0
         self.refused = 0
+        self.outcomes: set[int] = set()
         self.seen: set[tuple[str | None, int | None, str]] = set()
         self.history = History(run_id, secret)
         """The fold that everybody else reads runs with; an entry that it cannot take is a finding."""
@@ -113,6 +114,7 @@ class Audit:
         self.columns(row, body)
         self.payload(row, body)
         self.moves(row, body)
+        self.order(row, body)
         if row.payload is not None and len(row.payload) > KEPT_BYTES:
             row = row._replace(payload=None)
         try:
@@ -171,6 +173,20 @@ class Audit:
             canonical.decode(row.payload)
         except (ValueError, RecursionError) as error:
             self.found(row.seq, "payload", f"the payload cannot be decoded: {error}")
+
+    def order(self, row: Row, body: dict[str, Any]) -> None:
+        """What its program had seen is an outcome that stands before, or none; what it acts upon, failures that nobody had acted upon."""
+        if "seen" in body and not (
+            type(body["seen"]) is int and (body["seen"] in self.outcomes or body["seen"] in (0, 1))
+        ):
+            self.found(row.seq, "order", f"seen is {body['seen']!r}, and no outcome before has that number")
+        follows = body.get("follows", [])
+        if type(follows) is not list or not all(
+            type(each) is str and each in self.history.trailing for each in follows
+        ):
+            self.found(row.seq, "order", f"follows is {follows!r}, and not all of these are failures to act upon")
+        if row.kind == "outcome":
+            self.outcomes.add(row.seq)
 
     def moves(self, row: Row, body: dict[str, Any]) -> None:
         state = body.get("state")

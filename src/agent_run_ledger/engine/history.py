@@ -42,7 +42,9 @@ def _order(row: Row, body: dict[str, Any]) -> int:
 
     An entry names it where outcomes stand before it that its program did not know of.
     """
-    order: int = body.get("seen", row.seq)
+    order = body.get("seen", row.seq)
+    if type(order) is not int:
+        raise TypeError(f"seen is {order!r}")
     return max(1, order)  # entry 1 is no outcome: who has seen none has seen that one
 
 
@@ -53,7 +55,7 @@ class Outcome:
 
     def __init__(self, row: Row, body: dict[str, Any]) -> None:
         self.seq = row.seq
-        self.order: int = body.get("seen", row.seq)
+        self.order = _order(row, body) if "seen" in body else row.seq
         self.at: float = body["at"]
         self.ok: str = body["ok"]
         self.retry_at: float | None = body.get("retry_at")
@@ -81,7 +83,7 @@ class StepHistory:
         assert row.position is not None
         self.position = row.position
         self.seq = row.seq
-        self.order: int = body.get("seen", row.seq)
+        self.order = _order(row, body) if "seen" in body else row.seq
         self.number: int = body["step"]
         self.tool: str = body["tool"]
         self.key: str = body["key"]
@@ -333,6 +335,11 @@ class History:
         if self.running - settled:
             return RunState.RUNNING
         return RunState.BLOCKED if self.waiting - settled else state
+
+    def is_missed(self, position: str) -> bool:
+        """Whether it is recorded that the program was interrupted in this call."""
+        step = self.positions.get(position)
+        return step.is_missed if step is not None else position in self.missed
 
     @property
     def cause_text(self) -> str | None:

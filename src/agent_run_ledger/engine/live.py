@@ -43,7 +43,11 @@ class Branch:
 
 
 class LiveRun:
-    """One run in the hands of one ledger. Everything in it is read and changed under the driver's lock of this run."""
+    """One run in the hands of one ledger.
+
+    What the log says is read and changed under the driver's lock of this run. What a program's calls leave here is changed by their own
+    thread or event loop too, each time by one operation that other threads see as a whole.
+    """
 
     def __init__(self, history: History, token: int, limit: int, undeclared: str) -> None:
         self.run_id = history.run_id
@@ -87,8 +91,8 @@ class LiveRun:
         self.branches: dict[str, Branch] = {"": self.root}
         self.interrupted: dict[str, tuple[Branch, Call]] = {}
         """The calls whose program was interrupted before it got their outcome, and the branch that may go on."""
-        self.closing = 0
-        """How many calls wait to end the run as soon as nothing is in flight: nothing new begins."""
+        self.closing: set[str] = set()
+        """The positions of calls that wait to end the run as soon as nothing is in flight: nothing new begins."""
         self.divergence: ReplayDivergence | None = None
         """What the program was told when it asked for something else than what is recorded: it appends nothing any more."""
         self.turns = None
@@ -197,9 +201,12 @@ class LiveRun:
         if self.turns is not None:
             call.seen = self.turns.seen
             self.turns.abandoned(position)
-        if isinstance(error, Exception) and not (isinstance(error, StepInDoubt) and call.was_dispatched):
+        # A task whose call is in doubt may be one of many: what the program calls next is another call, behind this one.
+        is_behind = isinstance(error, StepInDoubt) and (call.was_dispatched or call.task is not None)
+        if isinstance(error, Exception) and not is_behind:
             self._stand_before(call)
-        elif call.place is None:  # a pipeline that goes on is a pipeline that begins again
+        elif call.place is None and not self.history.is_missed(position):
+            # a pipeline that goes on is a pipeline that begins again
             self.interrupted[position] = (branch, call)
 
     def interrupt(self, call: Call) -> None:
@@ -212,7 +219,8 @@ class LiveRun:
     def begin_turns(self) -> None:
         """From now on this program is handed its outcomes in turn, the recorded ones in the order of the first time."""
         history = self.history
-        calls = [(step.order, position) for position, step in history.positions.items()]
+        # Entry 1 is no outcome: who has seen none has seen that one, as an interruption that is not 0 has.
+        calls = [(max(1, step.order), position) for position, step in history.positions.items()]
         calls += [(missed.order, position) for position, missed in history.missed.items()]
         given, interrupted = [], [(missed.order, position) for position, missed in history.missed.items()]
         for position, step in history.positions.items():

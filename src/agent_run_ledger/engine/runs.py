@@ -199,12 +199,8 @@ def _cancel(payload: bytes, run: LiveRun, moment: Moment) -> Plan:
     return Plan([Draft("cancelled", Event.CANCEL, {}, payload)], answer=True, synced=True)
 
 
-def value(run: LiveRun, branch: Branch, maker: object, name: str, fresh: Any) -> Flow[Any]:
+def value(run: LiveRun, branch: Branch, position: str, name: str, fresh: Any) -> Flow[Any]:
     """A value that the program may not make twice: `fresh` the first time, what was recorded ever after."""
-    run.admit(branch, maker, f"run.{name}()")
-    if branch.unbegun:
-        run.let_go_of_dropped(branch)
-    position = branch.take()
     try:
         return (yield Commit(run, partial(_value, branch, position, name, fresh)))
     except BaseException as error:

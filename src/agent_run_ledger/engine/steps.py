@@ -123,24 +123,21 @@ def _insist(run: LiveRun, call: Call, decide: Decision, token: int | None, answe
 
     Before the end of a run whatever is in flight finishes and is recorded, and nothing new begins; what is not in memory is fetched.
     """
-    closes = False
     try:
         while answer is not None:
             if isinstance(answer, Fetch):
                 call.recorded = yield answer
                 call.is_fetched = True
             elif answer is outcomes.CLOSING:
-                run.closing += not closes
-                closes = True  # until the end is written
+                run.closing.add(call.position)  # until the end is written
                 yield Quiet(run, ends=True)
             else:
                 assert answer is outcomes.HELD
-                run.closing -= closes
-                closes = False
+                run.closing.discard(call.position)
                 yield Quiet(run, ends=False)
             answer = yield Commit(run, decide, token)
     finally:
-        run.closing -= closes
+        run.closing.discard(call.position)
 
 
 _DISPATCHED_AGAIN = (
