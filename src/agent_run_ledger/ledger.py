@@ -356,7 +356,7 @@ class Ledger:
                 if not run.is_busy and not run.pins:
                     was_held = run.is_held
                     run.is_settled = False
-                    run.pins += 1
+                    run.__enter__()
                     break
             if not waits_for_itself and self._clock.elapsed() >= deadline:
                 raise RunOwned(run.run_id, self._leases.owner, 0.0)  # another thread of this ledger drives it

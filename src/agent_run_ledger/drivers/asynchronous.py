@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, suppress
 from typing import Any, Protocol, TypeVar, cast
 
 from agent_run_ledger.contract import Clock, Store
-from agent_run_ledger.drivers.context import StepContext, callers, step_variable
+from agent_run_ledger.drivers.context import StepContext, caller, callers, step_variable
 from agent_run_ledger.drivers.leases import POLL_SECONDS, HeldRun, Leases
 from agent_run_ledger.drivers.order import Order
 from agent_run_ledger.drivers.sync import SyncDriver
@@ -212,7 +212,9 @@ class AsyncDriver:
             raise UnorderedStep(run.run_id, call.tool, "a call of another event loop")
         if branch.unbegun and branch not in self._in_loop.looked_at:
             self._look_for_dropped(run, branch)
-        self.sync.make(run, call)
+        call.store_arguments()
+        call.maker = caller()
+        run.make(call)  # without the run's lock, which the writer's thread holds while it waits for a sync
         made = self.obey(step(run, call), call)
         call.coroutine = weakref.ref(made)
         branch.unbegun[call.position] = call
@@ -257,7 +259,7 @@ class AsyncDriver:
             return self._invoke(effect)
         if isinstance(effect, Turn):
             order: Order | None = cast(HeldRun, effect.run).order
-            has_order = order is not None and order.turns is effect.run.turns and not effect.is_interruption
+            has_order = order is not None and order.turns is effect.run.turns and effect.interrupted_after is None
             if has_order and cast(Order, order).at_once(effect.call.position, effect.seq):
                 return _NOTHING_TO_AWAIT
             return self._take_turn(effect)
@@ -642,9 +644,9 @@ class AsyncDriver:
         if order is None or order.turns is not run.turns or order.loop is not loop:
             assert run.turns is not None
             order = run.order = Order(run, run.turns, loop)
-        if effect.is_interruption:
+        if effect.interrupted_after is not None:
             await order.wait(effect.call.position, effect.seq)
-            await _await_own_deadline()
+            await _await_own_deadline(effect.interrupted_after)
         elif not order.at_once(effect.call.position, effect.seq):
             await order.wait(effect.call.position, effect.seq)
 
@@ -745,8 +747,10 @@ def _result_of(task: asyncio.Task[Any]) -> Result:
     return Result(None if error is not None else task.result(), error)
 
 
-async def _await_own_deadline() -> None:
+async def _await_own_deadline(at_most: float) -> None:
     """Be cancelled by the anyio scope that is going to, since what it swallows is a cancellation and no error.
+
+    It is waited for no longer than it took the first time.
 
     Scopes of asyncio turn a cancellation into `TimeoutError`, which `StepCancelled` is.
     """
@@ -754,7 +758,7 @@ async def _await_own_deadline() -> None:
     if anyio is not None:
         left = anyio.current_effective_deadline() - asyncio.get_running_loop().time()
         if left < float("inf"):
-            await asyncio.sleep(max(left, 0.0) + _GRACE_SECONDS)
+            await asyncio.sleep(max(min(left, at_most), 0.0) + _GRACE_SECONDS)
 
 
 async def _over(work: Work) -> None:

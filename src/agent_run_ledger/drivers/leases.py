@@ -35,8 +35,8 @@ class HeldRun(LiveRun):
         self.is_held = False
         self.expires = 0.0
         """When the lease ends, in seconds of the ledger's elapsed clock."""
-        self.pins = 0
-        """How many calls on the stack (a pipeline, an open run, a wait) want the lease kept."""
+        self._pins: list[None] = []
+        """One for each call on the stack (a pipeline, an open run, a wait) that wants the lease kept. Changed without the lock."""
         self.is_touched = False
         """Whether the run was used since the last heartbeat."""
         self.is_settled = False
@@ -48,15 +48,18 @@ class HeldRun(LiveRun):
         self.left_running: dict[str, Work] = {}
         """The threads of steps that ran out of time, by position."""
 
+    @property
+    def pins(self) -> int:
+        """How many calls on the stack want the lease kept."""
+        return len(self._pins)
+
     def __enter__(self) -> None:
-        with self.lock:
-            self.pins += 1
+        self._pins.append(None)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with self.lock:
-            self.pins -= 1
+        self._pins.pop()
 
     def leave_running(self, position: str, work: Work) -> None:
         """The step ran out of time, and its function goes on."""

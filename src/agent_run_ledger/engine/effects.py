@@ -86,8 +86,8 @@ class Turn(NamedTuple):
     call: Call
     seq: int
     """Where it stands in the order of hand-outs."""
-    is_interruption: bool
-    """Whether what is handed out is that the program was interrupted here. Where it is about to be again, that comes first."""
+    interrupted_after: float | None
+    """Where what is handed out is that the program was interrupted here: after how many seconds it was, at the most."""
 
 
 class Quiet(NamedTuple):

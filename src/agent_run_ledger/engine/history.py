@@ -75,7 +75,7 @@ class StepHistory:
 
     __slots__ = (
         "arguments", "attempts", "attempts_of_code", "created_at", "dependencies", "digest", "earlier", "effect", "environment",
-        "fingerprint", "followed", "input", "key", "leaf", "left", "missed", "number", "order", "outcome", "position", "redispatched", "seq",
+        "fingerprint", "followed", "input", "key", "leaf", "left", "missed", "missed_at", "number", "order", "outcome", "position", "redispatched", "seq",
         "state", "token", "tool", "version", "wait",
     )  # fmt: skip
 
@@ -104,6 +104,7 @@ class StepHistory:
         """The attempt that was made without knowing what a second dispatch does; 0: none was."""
         self.missed = 0
         """When its program was interrupted before it got the outcome, in the order of hand-outs, and went on; 0: it got it."""
+        self.missed_at = 0.0
         self.outcome: Outcome | None = None
         self.earlier: Outcome | None = None
         """The outcome of the attempt before the one under way."""
@@ -123,6 +124,14 @@ class StepHistory:
     def is_missed(self) -> bool:
         """Whether a replay tells the program that it was interrupted here."""
         return self.missed > 0 or (self.outcome is not None and self.outcome.ok == "cancelled")
+
+    @property
+    def interrupted_after(self) -> float | None:
+        """Seconds from its first dispatch to the entry that says that its program was interrupted; None: it was not."""
+        if not self.is_missed:
+            return None
+        assert self.outcome is not None
+        return max(0.0, (self.missed_at or self.outcome.at) - self.created_at)
 
     @property
     def declared(self) -> Effect | None:
@@ -312,7 +321,7 @@ class History:
             self.cause = row.payload
         if position is not None and (known := self.positions.get(position)) is not None:
             if kind == "missed":
-                known.missed = _order(row, body)
+                known.missed, known.missed_at = _order(row, body), body["at"]
                 self.trailing.pop(position, None)
                 self.waiting.discard(position)
             elif kind == "parked":

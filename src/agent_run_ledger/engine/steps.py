@@ -68,7 +68,7 @@ def step(run: LiveRun, call: Call) -> Flow[Any]:
             if payload is None and this.outcome.digest is not None and not this.missed:
                 payload = yield Fetch(run, this.outcome.seq)  # before its turn, which no pause may follow
         if run.turns is not None:
-            yield Turn(run, call, _given_by(run, position), this is None or this.is_missed)
+            yield Turn(run, call, _given_by(run, position), 0.0 if this is None else this.interrupted_after)
         call.is_delivered = True
     except BaseException as raised:
         run.ended(call, raised)
