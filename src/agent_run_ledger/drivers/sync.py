@@ -92,9 +92,12 @@ class SyncDriver:
         return None
 
     def give_back(self, run: HeldRun, note: str | None = None) -> None:
-        """Let go of the run, once nothing is owed to its log any more. Raises a `StoreError` and keeps it where that fails."""
+        """Let go of the run, once nothing is owed to its log any more. Raises a `StoreError` and keeps it where that fails.
+
+        It is kept, too, where somebody has made a call meanwhile: the last one that ends lets go of it.
+        """
         with run.lock:
-            if run.is_held:
+            if run.is_held and not run.made:
                 self.pay(run)
                 self._leases.give_back(run, note)
 
