@@ -41,13 +41,14 @@ from agent_run_ledger.engine.effects import (
 )
 from agent_run_ledger.engine.live import Branch
 from agent_run_ledger.engine.steps import step
-from agent_run_ledger.errors import InvalidArguments, LedgerError, RunOwned, StoreError, UnorderedStep
+from agent_run_ledger.errors import InvalidArguments, LedgerError, RunOwned, StoreError
 
 T = TypeVar("T")
 
 _PAUSE_AT_REPLAY = 64
 """After so many answers from the log that needed no waiting the other tasks of the loop have a turn."""
-_GRACE_SECONDS = 0.5
+_GRACE_SECONDS, _PATIENCE_SECONDS = 0.05, 2.0
+"""How long a replay waits for its program to cancel a call again: beyond the time of the first time, and without a known deadline."""
 _STOP_SECONDS = 5.0
 """How long an agent that has returned waits for calls of its own that it left behind, once they are cancelled."""
 
@@ -207,15 +208,13 @@ class AsyncDriver:
     def call(self, run: HeldRun, call: Call) -> Coroutine[Any, Any, Any]:
         """The program makes this call now; whoever awaits what this returns gets its outcome. Raises `UnorderedStep`."""
         branch = call.branch
-        order: Order | None = run.order
-        if order is not None and not order.is_idle and _running_loop() not in (order.loop, None):
-            raise UnorderedStep(run.run_id, call.tool, "a call of another event loop")
         if branch.unbegun and branch not in self._in_loop.looked_at:
             self._look_for_dropped(run, branch)
         call.store_arguments()
         call.maker = caller()
         run.make(call)  # without the run's lock, which the writer's thread holds while it waits for a sync
         made = self.obey(step(run, call), call)
+        made.__qualname__ = call.tool  # type: ignore[attr-defined] # for who forgets to await it
         call.coroutine = weakref.ref(made)
         branch.unbegun[call.position] = call
         return made
@@ -259,7 +258,7 @@ class AsyncDriver:
             return self._invoke(effect)
         if isinstance(effect, Turn):
             order: Order | None = cast(HeldRun, effect.run).order
-            has_order = order is not None and order.turns is effect.run.turns and effect.interrupted_after is None
+            has_order = order is not None and order.is_of(effect.run.turns) and effect.interrupted_after is None
             if has_order and cast(Order, order).at_once(effect.call.position, effect.seq):
                 return _NOTHING_TO_AWAIT
             return self._take_turn(effect)
@@ -315,13 +314,18 @@ class AsyncDriver:
 
         while True:
             try:
-                return await self.in_thread(take)
+                held = await self.in_thread(take)
+                held.loop = asyncio.get_running_loop()
+                return held
             except asyncio.CancelledError:  # the thread takes it all the same, or has taken it
                 with suppress(StoreError):  # the ledger is closed, and has given it back
                     self._writer.put(_Job(let_go, None))
                 raise
             except RunOwned as owned:
                 is_ours = waits_for_itself and owned.owner == self._leases.owner
+                if is_ours and (run := self._leases.run(owned.run_id)).loop is not None and run.loop.is_closed():
+                    run.abandon()  # its program is never going to end
+                    continue
                 if not is_ours and self._clock.elapsed() >= deadline:
                     raise
             await self.pause(POLL_SECONDS)
@@ -483,9 +487,7 @@ class AsyncDriver:
     @staticmethod
     def run(program: Callable[[], Coroutine[Any, Any, T]], instead: str = "arun") -> T:
         """Run an async program to its end from a thread that has no event loop."""
-        try:
-            asyncio.get_running_loop()
-        except RuntimeError:
+        if _running_loop() is None:
             return asyncio.run(program())
         raise InvalidArguments(
             f"an event loop runs in this thread, which must not wait: `await ledger.{instead}(...)` instead; nothing was started"
@@ -641,12 +643,15 @@ class AsyncDriver:
     async def _take_turn(self, effect: Turn) -> None:
         run, loop = cast(HeldRun, effect.run), asyncio.get_running_loop()
         order: Order | None = run.order
+        if order is not None and order.loop is not loop and not order.is_idle:
+            self.sync.perform(effect)  # whoever calls from a second loop is in nobody's order, as a thread is
+            return
         if order is None or order.turns is not run.turns or order.loop is not loop:
             assert run.turns is not None
             order = run.order = Order(run, run.turns, loop)
         if effect.interrupted_after is not None:
             await order.wait(effect.call.position, effect.seq)
-            await _await_own_deadline(effect.interrupted_after)
+            await _await_own_cancellation(effect.interrupted_after)
         elif not order.at_once(effect.call.position, effect.seq):
             await order.wait(effect.call.position, effect.seq)
 
@@ -747,18 +752,17 @@ def _result_of(task: asyncio.Task[Any]) -> Result:
     return Result(None if error is not None else task.result(), error)
 
 
-async def _await_own_deadline(at_most: float) -> None:
-    """Be cancelled by the anyio scope that is going to, since what it swallows is a cancellation and no error.
+async def _await_own_cancellation(at_most: float) -> None:
+    """Be cancelled by the program itself, if it is going to cancel this call again: what a scope or a group swallows is no error.
 
-    It is waited for no longer than it took the first time.
-
-    Scopes of asyncio turn a cancellation into `TimeoutError`, which `StepCancelled` is.
+    It is waited for no longer than it took the first time. Scopes of asyncio turn a cancellation into `TimeoutError`, which
+    `StepCancelled` is, so that without a deadline of anyio a short patience will do.
     """
     anyio = sys.modules.get("anyio")
-    if anyio is not None:
-        left = anyio.current_effective_deadline() - asyncio.get_running_loop().time()
-        if left < float("inf"):
-            await asyncio.sleep(max(min(left, at_most), 0.0) + _GRACE_SECONDS)
+    loop = asyncio.get_running_loop()
+    left = anyio.current_effective_deadline() - loop.time() if anyio is not None else float("inf")
+    patience = min(at_most, _PATIENCE_SECONDS if left == float("inf") else left)
+    await asyncio.sleep(max(patience, 0.0) + _GRACE_SECONDS)
 
 
 async def _over(work: Work) -> None:

@@ -41,6 +41,8 @@ class HeldRun(LiveRun):
         """Whether the run was used since the last heartbeat."""
         self.is_settled = False
         """Whether the run has ended and its end is known here: there is nothing to claim and nothing more to read."""
+        self.loop: Any = None
+        """The event loop of its program, if that is async."""
         self.put_off = 0
         """How many of its commits were left to the thread that may wait for a sync."""
         self.order: Any = None
@@ -59,7 +61,14 @@ class HeldRun(LiveRun):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._pins.pop()
+        if self._pins:  # one that was abandoned may end after all
+            self._pins.pop()
+
+    def abandon(self) -> None:
+        """Its program stands still for good, in a loop that is closed: nothing of it is under way any more."""
+        for call in list(self.made.values()):
+            self.ended(call, None)
+        self._pins.clear()
 
     def leave_running(self, position: str, work: Work) -> None:
         """The step ran out of time, and its function goes on."""

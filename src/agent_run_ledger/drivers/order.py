@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from _thread import get_ident
 from contextlib import suppress
 from typing import Any
 
@@ -24,10 +25,11 @@ _PATIENCE_SECONDS = 2.0
 class Order:
     """The calls of one run that wait in one loop, and the pause after each hand-out."""
 
-    __slots__ = ("_gives_way", "_is_pacing", "_look", "_run", "_since", "_waiters", "loop", "turns")
+    __slots__ = ("_gives_way", "_is_pacing", "_look", "_run", "_since", "_thread", "_waiters", "loop", "turns")
 
     def __init__(self, run: LiveRun, turns: Turns, loop: Any) -> None:
         self.loop = loop
+        self._thread = get_ident()
         self._run = run
         self.turns = turns
         self._waiters: dict[str, Any] = {}
@@ -40,6 +42,10 @@ class Order:
     def at_once(self, position: str, seq: int) -> bool:
         """Whether the outcome may be handed out without any waiting; it counts as handed out then."""
         return not self._is_pacing and self.turns.at_once(position, seq)
+
+    def is_of(self, turns: Turns | None) -> bool:
+        """Whether this is the order of these turns, in the loop of the calling thread."""
+        return self.turns is turns and self._thread == get_ident()
 
     @property
     def is_idle(self) -> bool:

@@ -201,8 +201,8 @@ class LiveRun:
         if self.turns is not None:
             call.seen = self.turns.seen
             self.turns.abandoned(position)
-        # A task whose call is in doubt may be one of many: what the program calls next is another call, behind this one.
-        is_behind = isinstance(error, StepInDoubt) and (call.was_dispatched or call.task is not None)
+        # Whoever goes on behind a step in doubt is told of the doubt again.
+        is_behind = isinstance(error, StepInDoubt)
         if isinstance(error, Exception) and not is_behind:
             self._stand_before(call)
         elif call.place is None and not self.history.is_missed(position):
