@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import functools
 import hashlib
 import json
 import os
 import resource
+import shutil
 import signal
 import sqlite3
 import subprocess
@@ -36,6 +38,7 @@ from agent_run_ledger.errors import (
 )
 from agent_run_ledger.stores import clock as clock_module
 from agent_run_ledger.stores import open_store, owners, schema
+from agent_run_ledger.stores.diagnosis import diagnose
 from agent_run_ledger.stores.faults import named
 from agent_run_ledger.stores.filelock import WriteLock
 from agent_run_ledger.stores.owners import file_system_of
@@ -865,6 +868,60 @@ def a_truncated_ledger(path: Path) -> None:
     os.truncate(path, 8192)
 
 
+def is_killed_at(limit_bytes: int, write: Any) -> bool:
+    """Whether a forked child that does `write()` is killed by the kernel as it writes a file beyond this size."""
+    child = os.fork()
+    if child == 0:
+        try:
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, limit_bytes))
+            signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+            write()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    _, status = os.waitpid(child, 0)
+    assert status == 0 or os.WTERMSIG(status) == signal.SIGXFSZ
+    return status != 0
+
+
+def write_as_if_killed_in_the_commit(path: Path, *statements: str) -> None:
+    """Leave the file and its journal as they stand when all is written and the journal not yet deleted."""
+    with look(path) as db:
+        assert db.execute("PRAGMA journal_mode=DELETE").fetchone() == ("delete",)
+        db.execute("PRAGMA synchronous=OFF")  # so that every byte of the journal is in it before the commit
+        db.execute("BEGIN")
+        for statement in statements:
+            db.execute(statement)
+        journal = Path(f"{path}-journal").read_bytes()
+        db.execute("COMMIT")
+    Path(f"{path}-journal").write_bytes(journal)
+
+
+def a_foreign_database_half_made(path: Path, application_id: int = 77) -> None:
+    def make() -> None:
+        db = sqlite3.connect(path, isolation_level=None)
+        db.executescript(f"BEGIN; PRAGMA application_id={application_id}; CREATE TABLE a (x); CREATE TABLE b (x); END;")
+
+    assert is_killed_at(4096, make)
+    assert os.path.getsize(f"{path}-journal") > 0
+
+
+def a_foreign_database_without_an_id_half_made(path: Path) -> None:
+    a_foreign_database_half_made(path, 0)
+
+
+def a_foreign_database_half_changed(path: Path) -> None:
+    a_foreign_database(path)
+    write_as_if_killed_in_the_commit(path, "CREATE TABLE more (x)")
+
+
+def a_text_in_the_place_of_a_half_made_ledger(path: Path) -> None:
+    assert is_killed_at(4096, lambda: SqliteStore(path, clock=FakeClock()))
+    Path(f"{path}.lock").unlink()
+    a_text(path)
+
+
 @pytest.mark.parametrize("read_only", [False, True])
 @pytest.mark.parametrize(
     ("make", "error", "says"),
@@ -872,7 +929,11 @@ def a_truncated_ledger(path: Path) -> None:
         (a_foreign_database, NotALedger, "another program"),
         (a_foreign_database_with_an_id, NotALedger, "application id 77"),
         (a_foreign_database_whose_writer_was_killed, NotALedger, "another program"),
+        (a_foreign_database_half_made, StoreCorrupt, "damaged or truncated"),
+        (a_foreign_database_without_an_id_half_made, StoreCorrupt, "damaged or truncated"),
+        (a_foreign_database_half_changed, NotALedger, "another program"),
         (a_text, NotALedger, "not an SQLite database"),
+        (a_text_in_the_place_of_a_half_made_ledger, NotALedger, "not an SQLite database"),
         (a_newer_ledger, SchemaTooNew, "schema 99"),
         (a_ledger_without_a_version, StoreCorrupt, "schema version 0"),
         (a_truncated_ledger, StoreCorrupt, "damaged or truncated"),
@@ -910,6 +971,66 @@ def test_an_empty_file_becomes_a_ledger(path: Path, clock: FakeClock) -> None:
     with look(path) as db:
         assert db.execute("PRAGMA user_version").fetchone() == (1,)
         assert db.execute("PRAGMA journal_mode").fetchone() == ("wal",)
+
+
+@pytest.mark.parametrize("keeps_lock", [True, False])
+def test_a_ledger_whose_maker_was_killed_at_any_write_can_be_opened(tmp_path: Path, keeps_lock: bool) -> None:
+    half_made = 0
+    for limit_bytes in (1024, 2048, 4096, 4096 + 512, *range(8192, 1_000_000, 4096)):
+        path = tmp_path / f"{limit_bytes}.db"
+        if not is_killed_at(limit_bytes, functools.partial(SqliteStore, path, clock=FakeClock())):
+            break
+        if not keeps_lock:
+            Path(f"{path}.lock").unlink()
+        half_made += path.stat().st_size > 0 and os.path.getsize(f"{path}-journal") > 0
+        with contextlib.closing(SqliteStore(path, clock=FakeClock())) as store:
+            create(store)
+            assert list(store.check()) == []
+        assert not os.path.exists(f"{path}-journal")
+    assert half_made > 10
+
+
+def test_a_half_made_ledger_of_zeros_can_be_opened(path: Path, clock: FakeClock) -> None:
+    assert is_killed_at(8192, lambda: SqliteStore(path, clock=clock))
+    path.write_bytes(bytes(8192))  # as a power cut can leave it: the journal was synced, and of the file only its size
+    with contextlib.closing(SqliteStore(path, clock=clock)) as store:
+        create(store)
+        assert list(store.check()) == []
+
+
+def test_who_may_only_read_a_half_made_ledger_is_told_to_open_it_for_writing(path: Path) -> None:
+    assert is_killed_at(4096, lambda: SqliteStore(path, clock=FakeClock()))
+    before = everything_in(path.parent)
+    with pytest.raises(StoreReadOnly, match="once for writing"):
+        SqliteStore(path, clock=FakeClock(), read_only=True)
+    assert "once for writing" in str(diagnose(path).trouble)
+    assert everything_in(path.parent) == before
+
+
+@pytest.mark.parametrize("has_owners", [True, False])
+def test_what_a_kill_left_half_written_in_a_ledger_is_undone(path: Path, clock: FakeClock, has_owners: bool) -> None:
+    with contextlib.closing(SqliteStore(path, clock=clock)) as store:
+        create(store)
+    if not has_owners:
+        shutil.rmtree(f"{path}.owners")
+    write_as_if_killed_in_the_commit(path, "CREATE TABLE extra (x)")
+    with pytest.raises(StoreReadOnly, match="once for writing"):
+        SqliteStore(path, clock=clock, read_only=True)
+    with contextlib.closing(SqliteStore(path, clock=clock)) as store:
+        assert list(store.check()) == []
+        assert len(store.read("r")) == 1
+    assert ask(path, "SELECT 1 FROM sqlite_master WHERE name = 'extra'") == []
+
+
+def test_a_foreign_database_that_only_looks_empty_gets_its_tables_back_and_is_refused(
+    path: Path, clock: FakeClock
+) -> None:
+    a_foreign_database(path)
+    before = path.read_bytes()
+    write_as_if_killed_in_the_commit(path, "DROP TABLE notes")
+    with pytest.raises(NotALedger, match="another program"):
+        SqliteStore(path, clock=clock)
+    assert path.read_bytes() == before
 
 
 def test_a_database_that_was_deleted_moved_or_replaced_while_it_was_open_is_not_written_any_more(

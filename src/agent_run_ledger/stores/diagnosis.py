@@ -9,7 +9,7 @@ import sqlite3
 from contextlib import closing
 
 from agent_run_ledger.contract import Store
-from agent_run_ledger.errors import NotALedger, SchemaTooNew, StoreCorrupt
+from agent_run_ledger.errors import NotALedger, SchemaTooNew, StoreCorrupt, StoreReadOnly
 from agent_run_ledger.model import Diagnosis
 from agent_run_ledger.stores.faults import named
 from agent_run_ledger.stores.filelock import WriteLock
@@ -29,7 +29,7 @@ def diagnose(path: str | os.PathLike[str]) -> Diagnosis:
         with closing(Database(real, lock, 5.0, None).open_reader(is_alone=True)) as connection:
             (version,) = connection.execute("PRAGMA user_version").fetchone()
             mode = _journal_mode(real)
-    except (NotALedger, SchemaTooNew, StoreCorrupt) as error:
+    except (NotALedger, SchemaTooNew, StoreCorrupt, StoreReadOnly) as error:
         trouble = str(error)
     except sqlite3.Error as error:
         trouble = str(named(error, real))

@@ -21,6 +21,7 @@ OBJECTS = "SELECT type || ' ' || name, sql FROM sqlite_master WHERE sql IS NOT N
 
 _LOG_LIMIT_BYTES = 8 * 1024 * 1024
 _FULL = 2
+_JOURNAL_MAGIC = bytes.fromhex("d9d505f920a163d7")  # https://www.sqlite.org/fileformat2.html, 3: The Rollback Journal
 
 
 def load_migrations() -> list[str]:
@@ -72,7 +73,13 @@ class Database:
             try:
                 try:
                     self._check(connection)
-                except sqlite3.OperationalError:
+                except sqlite3.OperationalError as error:
+                    if error.sqlite_errorcode == sqlite3.SQLITE_READONLY_ROLLBACK:
+                        raise StoreReadOnly(
+                            f"a process was killed while it wrote the database {self.path!r} itself. What it left half-written has "
+                            "to be undone first, and a read-only ledger writes nothing; nothing was changed. Open the ledger once "
+                            "for writing, then read-only again."
+                        ) from error
                     # On a disk that nobody can write SQLite cannot make the files that go with the log, nor needs them.
                     if os.access(os.path.dirname(self.path), os.W_OK) or os.path.exists(self.path + "-wal"):
                         raise
@@ -130,10 +137,18 @@ class Database:
         try:
             self._glance()
         except (sqlite3.Error, StoreError):
-            if not os.path.exists(self.path + ".lock"):
+            if os.path.exists(self.path + ".lock"):
+                # One of us may be making this file at this moment, and a half-made one looks like anything: look when he is done.
+                self._lock.during(self._look_again)
+            else:
+                self._look_again()
+
+    def _look_again(self) -> None:
+        try:
+            self._glance()
+        except sqlite3.Error:
+            if not self._is_half_made():
                 raise
-            # One of us may be making this file at this moment, and a half-made one looks like anything: look again when he is done.
-            self._lock.during(self._glance)
 
     def _glance(self) -> None:
         connection = self._connect(_uri(self.path, "immutable=1"), uri=True)
@@ -146,6 +161,38 @@ class Database:
                 raise
         finally:
             connection.close()
+
+    def _is_half_made(self) -> bool:
+        """Whether one of us was killed while making this file, and SQLite will undo what stands there.
+
+        The journal alone does not say so: another program's database must be left to that program, and whatever was put in the
+        place of a lost file would be cut off. Where there is a first page it carries our id, and where there is none yet, zeros.
+        """
+        pages_before = self._pages_before_unfinished_write()
+        if pages_before is None:
+            return False
+        connection = self._connect(_uri(self.path, "immutable=1"), uri=True)
+        try:
+            # Without this a file that is shorter than its header says is not read at all.
+            connection.execute("PRAGMA writable_schema=1")
+            return bool(connection.execute("PRAGMA application_id").fetchone()[0] == APPLICATION_ID)
+        except sqlite3.DatabaseError:
+            if pages_before > 0:
+                return False
+        finally:
+            connection.close()
+        # To close the file loses this process's locks on it; nobody has locks on what is no database.
+        with open(self.path, "rb") as file:
+            return not any(file.read(512))
+
+    def _pages_before_unfinished_write(self) -> int | None:
+        """How many pages the file had before the write whose rollback journal stands beside it; None where none does."""
+        try:
+            with open(self.path + "-journal", "rb") as journal:
+                header = journal.read(20)
+        except FileNotFoundError:
+            return None
+        return int.from_bytes(header[16:], "big") if len(header) == 20 and header.startswith(_JOURNAL_MAGIC) else None
 
     def _check(self, connection: sqlite3.Connection) -> int:
         """The version of the ledger; refuses what is none, or a newer one."""
@@ -181,6 +228,9 @@ class Database:
         return int(version)
 
     def _prepare(self, connection: sqlite3.Connection) -> None:
+        if self._pages_before_unfinished_write() is not None:
+            # Of a killed process, or of one that is at it and done when we have the lock. SQLite undoes it with the first read.
+            self._lock.during(lambda: connection.execute("PRAGMA schema_version").fetchone())
         is_current = not self._is_new(connection) and self._known_version(connection) == self._version
         if not is_current:
             self._lock.during(lambda: self._bring_up_to_date(connection))
@@ -211,8 +261,9 @@ class Database:
             self._back_up(connection, version)
         connection.execute(f"PRAGMA synchronous={_FULL}")
         try:
+            # First, so that the first page is never written without it: see `_is_half_made`.
             stamp = f"PRAGMA application_id={APPLICATION_ID}; PRAGMA user_version={self._version};"
-            connection.executescript("\n".join(["BEGIN IMMEDIATE;", *scripts, stamp, "COMMIT;"]))
+            connection.executescript("\n".join(["BEGIN IMMEDIATE;", stamp, *scripts, "COMMIT;"]))
         except BaseException:
             if connection.in_transaction:
                 connection.rollback()
