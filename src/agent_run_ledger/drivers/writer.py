@@ -68,19 +68,22 @@ def _empty(
     items: SimpleQueue[T | None], write: weakref.WeakMethod[Callable[[list[T]], None]], ended: threading.Lock
 ) -> None:
     try:
-        while True:
-            taken: list[T | None] = [items.get()]
-            while not items.empty():
-                taken.append(items.get())
-            batch = [item for item in taken if item is not None]
-            perform = write()
-            if batch and perform is not None:
-                perform(batch)
-            del perform
-            if len(batch) < len(taken):
-                return
+        while _write_once(items, write):
+            pass
     finally:
         ended.release()
+
+
+def _write_once(items: SimpleQueue[T | None], write: weakref.WeakMethod[Callable[[list[T]], None]]) -> bool:
+    """Write what has come together. A call of its own, so that nothing of it is kept alive while the thread waits for more."""
+    taken: list[T | None] = [items.get()]
+    while not items.empty():
+        taken.append(items.get())
+    batch = [item for item in taken if item is not None]
+    perform = write()
+    if batch and perform is not None:
+        perform(batch)
+    return len(batch) == len(taken)
 
 
 _alive: weakref.WeakSet[Writer[Any]] = weakref.WeakSet()
