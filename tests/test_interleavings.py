@@ -131,7 +131,10 @@ BLOCKING = replace(
 FAILING = Script(
     a_failure_that_is_acted_upon,
     ["third", 2],
-    starts_again=("RunOwned", "ReplayDivergence"),  # an owner that was overtaken has acted on an attempt that is not the last any more
+    starts_again=(
+        "RunOwned",
+        "ReplayDivergence",
+    ),  # an owner that was overtaken has acted on an attempt that is not the last any more
 )
 CUT_OFF = Script(an_error_that_tells_nothing, must_not_repeat=("second",), may_end=("StepInDoubt",))
 OPEN = Script(an_open_run_with_a_value, ["second", [["first", 0], WALL]], on_loss="begins again")

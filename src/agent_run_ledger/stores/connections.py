@@ -20,7 +20,7 @@ PAGE_BYTES = 4096
 
 _UNKNOWN = 0
 _PAGES_PER_COMMIT = 3  # the leaf of the table, the leaf of its index, and now and then a page above them
-_LOG_PAGES = 1000  # a longer log makes every commit slower: 2 x at 40,000 pages
+_LOG_PAGES = 2000  # a longer log makes every commit slower: 2 x at 40,000 pages
 _FORK_WAIT_SECONDS = 5.0
 _never_closed: list[sqlite3.Connection] = []
 
