@@ -49,6 +49,7 @@ from agent_run_ledger import (
     Verdict,
     VerificationReport,
     compute_fingerprint,
+    current_run,
     current_step,
     register_type,
 )
@@ -235,6 +236,38 @@ def errors(ledger: AgentRunLedger) -> None:
         takes_a_store_error(error)
     except LedgerError as error:
         assert_type(error, LedgerError)
+
+
+# --- agents -----------------------------------------------------------------------------------------------------------
+
+
+def agents_and_tools(ledger: AgentRunLedger) -> None:
+    @ledger.tool(kind="model", timeout=30, step_key=None)
+    async def ask(prompt: str) -> str:
+        return prompt
+
+    @ledger.tool(effect=Effect.MUTATE)
+    def post(amount: int) -> int:
+        return amount
+
+    @ledger.agent(name="count", budget=Budget(steps=9))
+    async def count(words: list[str], run: Run) -> int:
+        assert_type(await ask("how many?"), str)
+        assert_type(post(1), int)
+        assert_type(current_run(), Run)
+        assert_type(run.now(), float)
+        with run.branch("left"):
+            await run.gather(lambda: ask("one"), lambda: ask("two"))
+        return len(words)
+
+    ledger.run(count, ["a"], run_id="count")
+
+
+async def in_an_event_loop(ledger: AgentRunLedger, pipeline: RunLedger) -> None:
+    async with ledger.open_run("goal") as run:
+        assert_type(run, Run)
+    await ledger.aexecute_step("october", "fetch", {}, lambda: 1)
+    await pipeline.aexecute(company_id="acme")
 
 
 # --- the rest ---------------------------------------------------------------------------------------------------------
