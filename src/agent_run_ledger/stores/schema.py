@@ -187,8 +187,11 @@ class Database:
 
     def _pages_before_unfinished_write(self) -> int | None:
         """How many pages the file had before the write whose rollback journal stands beside it; None where none does."""
+        path = self.path + "-journal"
+        if not os.path.exists(path):  # nearly always: then nothing is opened beside SQLite
+            return None
         try:
-            with open(self.path + "-journal", "rb") as journal:
+            with open(path, "rb") as journal:  # it has no locks that closing it could drop
                 header = journal.read(20)
         except FileNotFoundError:
             return None
