@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import gc
 import threading
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from agent_run_ledger import AgentRunLedger, Effect, InvalidArguments, ProgramEnded, Run, StepInDoubt
+from agent_run_ledger.engine.effects import Commit, Plan
 from support.ledgers import Bench, Died
 
 RUN = "run"
@@ -199,6 +201,53 @@ def test_one_commits_error_is_not_given_to_those_that_are_written_with_it(bench:
     one, two, three = asyncio.run(main(20))
     assert (one, three) == (2, 6)
     assert isinstance(two, ValueError)
+
+
+class Asked:
+    """A commit as the event loop's driver hands it over."""
+
+    is_abandoned = False
+
+    def __init__(self, run: Any, decide: Any) -> None:
+        self.run = run
+        self.effect = Commit(run, decide)
+
+
+def test_a_decision_that_is_impossible_fails_alone_also_in_one_run(bench: Bench) -> None:
+    ledger = bench.open()
+    run = ledger._run(ledger.create_run("goal"))
+
+    def impossible(_run: Any, _moment: Any) -> Plan:
+        raise ValueError("only mine")
+
+    asked = [Asked(run, lambda run, moment: Plan(answer="one")), Asked(run, impossible), Asked(run, lambda *_: Plan())]
+    answers = {commit: (value, error) for commit, value, error in ledger._asynchronous._together.write(asked, None)}  # type: ignore[arg-type, var-annotated]
+    assert answers[asked[0]] == ("one", None)
+    assert isinstance(answers[asked[1]][1], ValueError)
+    assert answers[asked[2]] == (None, None)
+
+
+def test_a_run_is_not_given_back_under_a_call_that_was_made_in_the_same_instant(bench: Bench) -> None:
+    ledger = bench.open()
+    run = ledger._run(ledger.create_run("goal", RUN))
+
+    def lets_go() -> str:
+        ledger._driver.give_back(run)  # as another thread does, whose call was told to let go before this one was made
+        return "kept"
+
+    assert ledger.execute_step(RUN, "one", {}, lets_go) == "kept"
+    assert [step.fencing_token for step in ledger.steps(RUN)] == [1]
+    ledger.detach(RUN)
+    assert ledger.get_run(RUN).owner is None
+
+
+def test_steps_by_the_runs_id_are_refused_to_what_outlives_its_program(bench: Bench) -> None:
+    ledger = bench.open()
+    with ledger.open_run("goal", RUN):
+        outlives = contextvars.copy_context()
+    with pytest.raises(ProgramEnded):
+        outlives.run(ledger.execute_step, RUN, "late", {}, lambda: 1)
+    assert bench.kinds(RUN) == ["created", "finished"]
 
 
 def test_an_agent_that_swallows_a_doubt_is_told_of_it_again(bench: Bench) -> None:

@@ -1,4 +1,4 @@
-"""The asynchronous driver: performs what flows ask for without ever making the event loop wait for the disk's sync."""
+"""The asynchronous driver: performs what flows ask for in an event loop, and leaves what waits for a sync to a thread."""
 
 from __future__ import annotations
 

@@ -75,8 +75,8 @@ class StepHistory:
 
     __slots__ = (
         "arguments", "attempts", "attempts_of_code", "created_at", "dependencies", "digest", "earlier", "effect", "environment",
-        "fingerprint", "followed", "input", "key", "leaf", "left", "missed", "missed_at", "number", "order", "outcome", "position", "redispatched", "seq",
-        "state", "token", "tool", "version", "wait",
+        "fingerprint", "followed", "input", "key", "leaf", "left", "missed", "missed_at", "number", "order", "outcome", "position",
+        "redispatched", "seq", "state", "token", "tool", "version", "wait",
     )  # fmt: skip
 
     def __init__(self, row: Row, body: dict[str, Any]) -> None:

@@ -135,7 +135,8 @@ def hand_out(
 ) -> Any:
     """The recorded outcome, by the same way live and at replay. `cause` is the live exception, where there is one.
 
-    `payload` is what the outcome's entry holds, which need not be in memory any more; None where it was erased. `step` is None where the program was interrupted before anything of this call was written but that.
+    `payload` is what the outcome's entry holds, which need not be in memory any more; None where it was erased. `step` is None where
+    the program was interrupted before anything of this call was written but that.
     """
     if step is None or step.missed:
         text = failures.text(_INTERRUPTED)
