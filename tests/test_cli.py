@@ -8,8 +8,6 @@ import os
 import sqlite3
 import subprocess
 import sys
-import unicodedata
-from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -28,35 +26,16 @@ from agent_run_ledger import (
     UndeclaredEffectWarning,
     __version__,
 )
-from agent_run_ledger.cli import main
 from agent_run_ledger.cli.terminal import columns_of, cut, plain, table
 from agent_run_ledger.stores.diagnosis import has_wal_reset_bug
+from support.shell import NAMES, TEXTS, Shell, is_one_line, is_safe
 
 SOURCE = Path(__file__).resolve().parent.parent / "src"
-PATH, SCRIPT, SQL, TEMPLATE = "../../etc/passwd", "<script>alert(1)</script>", "'; DROP TABLE runs; --", "{{7*7}}"
-ELF = "\x7fELF\x02\x01\x01\x00\x00"
-TERMINAL = "\x1b[2J\x1b]0;title\x07\x9b31m \u202egnp.exe\u2066 \u2028\r\b"
-NAMES = [PATH, SCRIPT, SQL, TEMPLATE, "\u202egnp.exe\u200f"]
-TEXTS = [*NAMES, ELF, TERMINAL]
-
-Shell = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
 def shell(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Shell:
-    """Runs a command in this process: its exit status, standard output and standard error."""
-    monkeypatch.delenv("AGENT_RUN_LEDGER_DB", raising=False)
-
-    def run(*arguments: str | Path) -> tuple[int, str, str]:
-        capsys.readouterr()
-        try:
-            status = main([str(each) for each in arguments])
-        except SystemExit as end:
-            status = end.code if isinstance(end.code, int) else 1
-        said = capsys.readouterr()
-        return status, said.out, said.err
-
-    return run
+    return Shell(capsys, monkeypatch)
 
 
 @pytest.fixture
@@ -83,10 +62,6 @@ def tampered(path: Path, statement: str, *values: Any) -> None:
         for _, sql in triggers:
             connection.execute(sql)
     connection.close()
-
-
-def is_one_line(text: str) -> bool:
-    return text.endswith("\n") and text.count("\n") == 1
 
 
 # --- asking -----------------------------------------------------------------------------------------------------------
@@ -275,7 +250,7 @@ def test_show_tells_the_run_and_its_steps(shell: Shell, db: Path) -> None:
 def test_show_json_has_the_fields_of_step_records(shell: Shell, db: Path) -> None:
     shown = json.loads(shell("--db", db, "show", "november", "--json")[1])
     assert list(shown) == [
-        "run", "steps", "is_waiting_for_its_program", "steps_in_doubt", "redispatched_undeclared", "trouble",
+        "run", "steps", "is_waiting_for_its_program", "waits_for", "steps_in_doubt", "redispatched_undeclared", "trouble",
     ]  # fmt: skip
     assert [list(step) for step in shown["steps"]] == [[*(each.name for each in fields(StepRecord)), "environment"]]
     assert f" {__version__} python " in shown["steps"][0]["environment"]
@@ -509,10 +484,6 @@ def test_the_reference_names_every_check_and_key(shell: Shell, db: Path) -> None
 
 
 # --- terminals --------------------------------------------------------------------------------------------------------
-
-
-def is_safe(text: str) -> bool:
-    return all(each == "\n" or unicodedata.category(each) not in ("Cc", "Cf", "Cs", "Zl", "Zp") for each in text)
 
 
 @given(st.text(st.characters(exclude_categories=())))

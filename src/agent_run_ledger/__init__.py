@@ -9,6 +9,8 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from agent_run_ledger.drivers.context import StepContext as StepContext
     from agent_run_ledger.drivers.context import current_step as current_step
+    from agent_run_ledger.errors import ApprovalDenied as ApprovalDenied
+    from agent_run_ledger.errors import ApprovalMismatch as ApprovalMismatch
     from agent_run_ledger.errors import AttemptsExhausted as AttemptsExhausted
     from agent_run_ledger.errors import BudgetExceededException as BudgetExceededException
     from agent_run_ledger.errors import EffectConflict as EffectConflict
@@ -47,18 +49,24 @@ if TYPE_CHECKING:
     from agent_run_ledger.errors import UnorderedStep as UnorderedStep
     from agent_run_ledger.errors import UnserialisableArguments as UnserialisableArguments
     from agent_run_ledger.errors import UnserialisableOutput as UnserialisableOutput
+    from agent_run_ledger.errors import WaitTimeout as WaitTimeout
     from agent_run_ledger.guard import forge_or_sentinel_guard as forge_or_sentinel_guard
     from agent_run_ledger.ledger import AgentRunLedger as AgentRunLedger
     from agent_run_ledger.ledger import compute_fingerprint as compute_fingerprint
+    from agent_run_ledger.model import Approval as Approval
+    from agent_run_ledger.model import ApprovalRequest as ApprovalRequest
     from agent_run_ledger.model import Budget as Budget
     from agent_run_ledger.model import Effect as Effect
     from agent_run_ledger.model import Event as Event
     from agent_run_ledger.model import Finding as Finding
+    from agent_run_ledger.model import PlannedAction as PlannedAction
+    from agent_run_ledger.model import Receipt as Receipt
     from agent_run_ledger.model import RetryPolicy as RetryPolicy
     from agent_run_ledger.model import RunRecord as RunRecord
     from agent_run_ledger.model import RunState as RunState
     from agent_run_ledger.model import StepRecord as StepRecord
     from agent_run_ledger.model import StepState as StepState
+    from agent_run_ledger.model import TraceLine as TraceLine
     from agent_run_ledger.model import TreeHead as TreeHead
     from agent_run_ledger.model import Verdict as Verdict
     from agent_run_ledger.model import VerificationReport as VerificationReport
@@ -71,6 +79,14 @@ if TYPE_CHECKING:
     from agent_run_ledger.run import current_run as current_run
 else:
     _HOMES = {
+        "WaitTimeout": "errors",
+        "ApprovalMismatch": "errors",
+        "ApprovalDenied": "errors",
+        "Receipt": "model",
+        "TraceLine": "model",
+        "PlannedAction": "model",
+        "ApprovalRequest": "model",
+        "Approval": "model",
         "StepContext": "drivers.context",
         "current_step": "drivers.context",
         "AttemptsExhausted": "errors",

@@ -18,6 +18,7 @@ from agent_run_ledger.rules import canonical, checks, functions
 from agent_run_ledger.rules.functions import Signature
 from agent_run_ledger.rules.names import check_name
 from agent_run_ledger.run import Place, Run, park, with_key
+from agent_run_ledger.settle import asettle, settle
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -90,18 +91,19 @@ class Tool(Registered):
             key = kwargs.pop("step_key")
             if key is not None:
                 options = options._replace(step_key=check_name("step_key", key))
-        call = self._call(place.run, self.arguments(args, kwargs), options)
+        call = self.call(self.arguments(args, kwargs), options, place.run.payload_limit)
         return place.run.perform(call, is_async=self.takes.is_async)
 
     def plain(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Call it where there is no step to make of the call: outside of a run, and inside of a step."""
         return self.function(*args, **kwargs)
 
-    def _call(self, run: Run, arguments: dict[str, Any], options: Options) -> Call:
+    def call(self, arguments: dict[str, Any], options: Options, limit: int) -> Call:
+        """A call of it that is not made yet."""
         takes = self.takes
         environment = functions.environment(options.version) if options.version else takes.environment
         return Call(
-            self.name, arguments, self.function, options, environment, True, run.payload_limit, self.hints,
+            self.name, arguments, self.function, options, environment, True, limit, self.hints,
             is_async=takes.is_async, takes_key=takes.takes_key,
         )  # fmt: skip
 
@@ -157,7 +159,7 @@ class Agent(Registered):
         parent = place.run.run_id
 
         def begin(**given: Any) -> Any:
-            begun = Start(self, given, f"run_{current_step().idempotency_key[:20]}", None, parent)
+            begun = Start(self, given, child_of(current_step().idempotency_key), None, parent, place.run.suspends)
             return abegin(ledger, begun) if self.takes.is_async else run_to_its_end(ledger, begun)
 
         options = Options(effect=Effect.IDEMPOTENT, returns=self.returns)
@@ -181,6 +183,8 @@ class Start:
     run_id: str | None
     wait: float | None
     parent: str | None = None
+    suspends: bool = False
+    """Whether its program ends where it would have to wait for what has not come."""
 
 
 @contextmanager
@@ -215,6 +219,9 @@ def run_to_its_end(ledger: Ledger, start: Start) -> Any:
             return agent.result(held.history.result)
         if (refusal := admission.refusal(held, pipeline=False)) is not None:
             raise refusal
+        held.suspends = start.suspends
+        if held.history.is_in_doubt:
+            settle(ledger, held, ledger._tools)
         run = Run(ledger, held)
         with program_of(run, held):
             value = agent.call(run, agent.given(draft))
@@ -240,6 +247,9 @@ async def abegin(ledger: Ledger, start: Start) -> Any:
             return agent.result(held.history.result)
         if (refusal := admission.refusal(held, pipeline=False)) is not None:
             raise refusal
+        held.suspends = start.suspends
+        if held.history.is_in_doubt:
+            await asettle(ledger, held, ledger._tools)
         run = Run(ledger, held, is_async=True)
         with program_of(run, held):
             value = await agent.call(run, agent.given(draft))
@@ -263,6 +273,11 @@ def as_tool(function: F, tool: Tool) -> F:
     return cast(F, _awaited(wrapper, tool))
 
 
+def child_of(key: str) -> str:
+    """The id of the run that an agent's call inside another agent is: `key` is that of the step there."""
+    return f"run_{key[:20]}"
+
+
 def as_agent(function: F, agent: Agent, ledger: Ledger) -> F:
     """The function as it is called in programs: plain outside of a run, a run of its own inside of another."""
 
@@ -271,8 +286,9 @@ def as_agent(function: F, agent: Agent, ledger: Ledger) -> F:
         place: Place | None = place_variable.get()
         if place is None or step_variable.get() is not None:
             return function(*args, **kwargs)
-        return agent.child(ledger, place, args, kwargs)
+        return agent.child(place.run.ledger, place, args, kwargs)
 
+    wrapper.ledger = ledger  # type: ignore[attr-defined] # the one it is registered with: `testing.crashtest` makes another like it
     return cast(F, _awaited(wrapper, agent))
 
 

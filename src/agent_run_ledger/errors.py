@@ -240,6 +240,33 @@ class StepInDoubt(LedgerError, RuntimeError):
         self.position = position
 
 
+class WaitTimeout(LedgerError, TimeoutError):
+    """What a run waited for did not come in time. That is recorded: this wait never ends otherwise, whatever comes later."""
+
+    def __init__(self, run_id: str, name: str) -> None:
+        super().__init__(
+            f"run {run_id!r}: {name!r} did not come in time; whatever is sent from now on is for the next wait."
+        )
+        self.run_id = run_id
+        self.name = name
+
+
+class ApprovalDenied(LedgerError, RuntimeError):
+    """Somebody looked at what a run asked approval for, and said no. ``by`` and ``reason`` say who and why."""
+
+    def __init__(self, run_id: str, name: str, by: str, reason: str) -> None:
+        why = f": {reason}" if reason else ""
+        super().__init__(f"run {run_id!r}: {by!r} denied {name!r}{why}. Nothing was dispatched.")
+        self.run_id = run_id
+        self.name = name
+        self.by = by
+        self.reason = reason
+
+
+class ApprovalMismatch(LedgerError, ValueError):
+    """An answer to a request for approval that nobody makes: another name, other arguments, or too late. Nothing was written."""
+
+
 class AttemptsExhausted(RunClosed):
     """A step used up its attempts over errors, crashes and reruns: the run is a dead letter, with the whole trace kept."""
 

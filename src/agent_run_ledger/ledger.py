@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import atexit
+import copy
 import os
 import socket
 import threading
 import weakref
 from collections.abc import Callable, Coroutine, Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, Unpack
@@ -24,9 +26,11 @@ from agent_run_ledger.errors import (
     InvalidArguments,
     InvalidName,
     NotDurableWarning,
+    RunClosed,
     RunInputMismatch,
     RunNotFound,
     RunOwned,
+    StepInDoubt,
     StoreCorrupt,
     UnorderedStep,
     UnserialisableArguments,
@@ -42,10 +46,12 @@ from agent_run_ledger.model import (
     TreeHead,
     VerificationReport,
 )
+from agent_run_ledger.operator import Operator
 from agent_run_ledger.rules import canonical, digests
 from agent_run_ledger.rules.loops import LoopDetectorPolicy
 from agent_run_ledger.rules.names import check_name
 from agent_run_ledger.run import OpenRun, branch_of, finish, function_call, perform
+from agent_run_ledger.settle import settle
 from agent_run_ledger.stores import open_store
 from agent_run_ledger.stores.clock import SystemClock
 
@@ -101,7 +107,7 @@ def ledgers_in(folder: str) -> list[str]:
     return diagnosis.ledgers_in(folder)
 
 
-class Ledger:
+class Ledger(Operator):
     """A ledger that is open: a context manager, thread-safe, closed at the latest when the interpreter exits."""
 
     def __init__(
@@ -150,13 +156,26 @@ class Ledger:
             self._store = open_store(db_path, durability=durability, clock=self._clock)
         else:
             self._store = db_path
-        arguments = (label, lease_seconds, heartbeat_seconds, limit, deadline, undeclared, policy.rule)
-        self._leases = Leases(self._store, self._clock, *arguments)
-        self._driver = SyncDriver(self._store, self._clock, self._leases, durability)
+        self._durability = durability
+        self._terms = (label, lease_seconds, heartbeat_seconds, limit, deadline, undeclared, policy.rule)
+        self._tools: dict[str, Tool] = {}
+        self._stand_on(self._store, self._clock)
+
+    def _stand_on(self, store: Store, clock: Clock) -> None:
+        """Be a new owner of nothing in this store."""
+        self._store, self._clock = store, clock
+        self._leases = Leases(store, clock, *self._terms)
+        self._driver = SyncDriver(store, clock, self._leases, self._durability)
         self._async_driver: AsyncDriver | None = None
         self._starting = threading.RLock()
-        self._durability = durability
         _open.add(self)
+
+    def _elsewhere(self, store: Store, clock: Clock, durability: Durability = "process") -> Self:
+        """This ledger as a process of its own would open it on another store: it shares what is registered and declared, and no run."""
+        other = copy.copy(self)
+        other._durability = durability
+        other._stand_on(store, clock)
+        return other
 
     def __enter__(self) -> Self:
         return self
@@ -289,29 +308,6 @@ class Ledger:
 
     # --- acting -------------------------------------------------------------------------------------------------------
 
-    def cancel(self, run_id: str, *, by: str = "", reason: str = "") -> None:
-        """End a run as CANCELLED: at once where nobody works on it, else by its owner before its next step.
-
-        A step in flight finishes and is recorded first. Raises `RunNotFound` and, for a run that has ended, `IllegalTransition`.
-        """
-        who = check_name("by", by or self._leases.owner)
-        payload = runs.cancellation(who, reason)
-        run = self._run(run_id)
-        for is_posted in (
-            False,
-            True,
-        ):  # the owner may let go of the run before it can see what was posted: then it is ours to end
-            try:
-                self._leases.await_claim(run, None)
-                if is_posted and run.history.state is RunState.CANCELLED:
-                    return
-                if self._driver.obey(runs.cancel(run, payload)):
-                    return
-            except RunOwned:
-                pass
-            if not is_posted:
-                self._store.post(run_id, "cancel", payload, who, self._clock.now())
-
     def detach(self, run_id: str) -> None:
         """Give the run back, so that another process may go on with it at once.
 
@@ -338,7 +334,7 @@ class Ledger:
         name = f"run_{os.urandom(10).hex()}" if run_id is None else check_name("run_id", run_id)
         if run_id is None or self._store.head(name) is None:
             with self._starting:
-                run = self._leases.create(name, draft)
+                run = self._leases.create(name, [draft])
                 if run is not None:
                     run.__enter__()
                     return run
@@ -434,7 +430,6 @@ class AgentRunLedger(Ledger):
             payload_limit=payload_limit,
             clock=clock,
         )
-        self._tools: dict[str, Tool] = {}
         self._agents: dict[str, Agent] = {}
 
     @classmethod
@@ -511,19 +506,40 @@ class AgentRunLedger(Ledger):
         call.branch = branch_of(run, tool_name)
         return self._asynchronous.call(run, call)
 
-    def resume_run(self, run_id: str, *, wait: float | None = None) -> list[StepRecord]:
+    def resume_run(
+        self, run_id: str, *, tools: Mapping[str, Callable[..., Any]] | None = None, wait: float | None = None
+    ) -> list[StepRecord]:
         """Take a run over and return its steps; the next `execute_step` goes on at the first position without an outcome.
 
-        The caller is handed failures as records, so what he does next has acted on them. A run that has ended is only read.
+        The caller is handed failures as records, so what he does next has acted on them. A run that has ended is only read. Steps in
+        doubt of registered tools, and of those in `tools` by name, are settled first, as their effects say; one that cannot be is in
+        the records as BLOCKED.
         """
         run = self._run(run_id)
+        known = self._tools | {name: _as_tool(name, function) for name, function in (tools or {}).items()}
         self._attach(run, wait)
         try:
+            if known and run.history.is_in_doubt and not run.history.state.is_terminal:
+                with suppress(StepInDoubt, RunClosed):
+                    settle(self, run, known)
+                self._leases.await_claim(run, None)
             with run.lock:
+                run.restart()
                 runs.skip_recorded(run)
                 return records.step_records(run.history, partial(self._store.payload, run_id), replayed=True)
         finally:
             run.__exit__(None, None, None)
+
+    def recover(self) -> list[str]:
+        """Go on with every run of a registered agent that nobody works on, and return the ids of those that ended.
+
+        Steps in doubt of registered tools are settled first, from what is stored and as their effects say, without a call of agent
+        code or of a model; then the agent is begun, replays, and goes on. It sweeps until nothing more can be done here: runs that
+        wait for a time, a signal or a person are left waiting, parked ones with their cause, those of others to them.
+        """
+        from agent_run_ledger.recover import recover
+
+        return recover(self, self._agents)
 
     def finish_run(self, run_id: str, result: Any = None) -> None:
         """Complete the run, with an optional result. Completing it again with an equal result does nothing."""
@@ -628,6 +644,11 @@ class AgentRunLedger(Ledger):
         if run_id is not None:
             check_name("run_id", run_id)
         return Start(agent, agent.arguments(args, kwargs), run_id, wait)
+
+
+def _as_tool(name: str, function: Callable[..., Any]) -> Tool:
+    registered = getattr(function, "registered", None)
+    return registered if isinstance(registered, Tool) else Tool(function, name, declared({}))
 
 
 @atexit.register

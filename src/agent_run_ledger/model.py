@@ -144,6 +144,57 @@ class Receipt:
         return cls("unknown", reason=reason)
 
 
+@dataclass(frozen=True, slots=True)
+class Approval:
+    """That somebody approved what a run asked approval for: who, why, when (Unix seconds), and the arguments that he saw."""
+
+    by: str
+    reason: str
+    at: float
+    arguments: object = None
+
+
+@dataclass(frozen=True, slots=True)
+class ApprovalRequest:
+    """What a run waits for somebody to approve. ``digest`` is SHA-256 over ``arguments_json``, in hex. Times are Unix seconds."""
+
+    run_id: str
+    name: str
+    position: str
+    arguments_json: str | None
+    digest: str
+    asked_at: float
+    expires_at: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedAction:
+    """What the next start of a run would do about one of its steps, and why. Nothing is done yet.
+
+    ``action`` is ``dispatch``, ``dispatch_undeclared``, ``ask`` (for its receipt), ``wait``, ``park`` or ``dead_letter``.
+    """
+
+    step_number: int
+    tool_name: str
+    position: str
+    action: str
+    reason: str
+    not_before: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TraceLine:
+    """One thing that happened to a run. ``at`` is Unix seconds, ``event`` a word or two, ``text`` what is to be said about it."""
+
+    seq: int
+    at: float
+    event: str
+    step_number: int | None
+    tool_name: str | None
+    attempt: int | None
+    text: str
+
+
 @dataclass(slots=True)
 class StepRecord:
     """One step of a run as a reader sees it. Times are Unix seconds, digests and keys lower-case hex."""

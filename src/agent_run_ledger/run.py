@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, Unpack, cast
 
 from agent_run_ledger.drivers.context import caller, place_variable, step_variable
 from agent_run_ledger.drivers.leases import HeldRun
+from agent_run_ledger.drivers.sync import Suspended
 from agent_run_ledger.drivers.workers import Work
 from agent_run_ledger.engine import runs
-from agent_run_ledger.engine.call import Call, Options, StepOptions, declared
+from agent_run_ledger.engine.call import MAX_TIMEOUT, Call, DurableWait, Options, StepOptions, declared
 from agent_run_ledger.engine.live import Branch
 from agent_run_ledger.engine.steps import step
 from agent_run_ledger.errors import InvalidArguments, LedgerError, ProgramEnded, UnorderedStep
-from agent_run_ledger.model import Effect
-from agent_run_ledger.rules import functions
+from agent_run_ledger.model import Approval, Effect
+from agent_run_ledger.rules import canonical, functions
 from agent_run_ledger.rules.names import check_name
 
 if TYPE_CHECKING:
@@ -72,6 +73,16 @@ class Run:
         return self.perform(call, is_async=self._is_async)
 
     @property
+    def ledger(self) -> Ledger:
+        """The ledger that the run is in."""
+        return self._ledger
+
+    @property
+    def suspends(self) -> bool:
+        """Whether its program ends where it would have to wait for what has not come, to be begun anew later."""
+        return self._held.suspends
+
+    @property
     def payload_limit(self) -> int:
         """The largest payload, in canonical bytes."""
         return self._ledger._payload_limit
@@ -92,6 +103,45 @@ class Run:
     def uuid4(self) -> uuid.UUID:
         """A random UUID, recorded: a replay gets the same."""
         return cast(uuid.UUID, self._value("uuid4", uuid.uuid4()))
+
+    # --- waiting ------------------------------------------------------------------------------------------------------
+
+    def sleep(self, seconds: float) -> Any:
+        """Wait so many seconds, over any crash: the time is counted from the first start on. Awaited in an async program.
+
+        Nobody holds the run meanwhile, as long as nothing else of it is under way.
+        """
+        return self._wait("run.sleep", DurableWait("sleep", "", _seconds("seconds", seconds)), {"seconds": seconds})
+
+    def wait_for(self, name: str, timeout: float | None = None) -> Any:
+        """Wait for a signal of this name and return what was sent with it, which may be None. Awaited in an async program.
+
+        Each signal is taken by one wait, in the order in which they were sent; one that came early is there already. Raises
+        `WaitTimeout` where none was sent within `timeout` seconds of the first start of this wait; that is final.
+        """
+        seconds = _seconds("timeout", timeout) if timeout is not None else None
+        wait = DurableWait("signal", check_name("signal", name), seconds)
+        return self._wait("run.wait_for", wait, {"name": name, "timeout": timeout})
+
+    def approve(self, name: str, arguments: Any, timeout: float | None = None) -> Any:
+        """Wait for somebody to approve exactly these arguments, and return the `Approval`. Awaited in an async program.
+
+        `ledger.approvals()` shows them, `ledger.approve(...)` and `ledger.deny(...)` answer: for these very bytes and no others. Raises
+        `ApprovalDenied`, and `WaitTimeout` where nobody answered within `timeout` seconds. Use what `.arguments` holds.
+        """
+        seconds = _seconds("timeout", timeout) if timeout is not None else None
+        wait = DurableWait("approval", check_name("approval", name), seconds)
+        call = self._waiting("run.approve", wait, {"name": name, "arguments": arguments})
+        said = self.perform(call, is_async=self._is_async)
+        return _approved_later(said, call) if self._is_async else _approved(said, call)
+
+    def _wait(self, tool: str, wait: DurableWait, arguments: dict[str, Any]) -> Any:
+        return self.perform(self._waiting(tool, wait, arguments), is_async=self._is_async)
+
+    def _waiting(self, tool: str, wait: DurableWait, arguments: dict[str, Any]) -> Call:
+        options = Options(effect=Effect.READ, may_repeat=True, identity=_IDENTITY.get(wait.sort))
+        environment = functions.environment("wait")
+        return Call(tool, arguments, _nobody, options, environment, False, self.payload_limit, wait=wait)
 
     # --- branches -----------------------------------------------------------------------------------------------------
 
@@ -216,6 +266,33 @@ class Run:
         return self._ledger._driver.obey(runs.value(self._held, branch, position, name, fresh))
 
 
+_IDENTITY: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "sleep": lambda arguments: None,
+    "signal": lambda arguments: arguments["name"],
+}
+"""How long a program waits may change while it waits: the time is the first one's. What is to be approved may not."""
+
+
+def _nobody() -> None:
+    """What a wait calls."""
+
+
+def _seconds(name: str, given: Any) -> float:
+    if type(given) not in (int, float) or not 0 <= given <= MAX_TIMEOUT:
+        raise InvalidArguments(
+            f"{name} is a number of seconds from 0 to {MAX_TIMEOUT:.0f}, not {given!r}; nothing was written"
+        )
+    return float(given)
+
+
+def _approved(said: dict[str, Any], call: Call) -> Approval:
+    return Approval(**said, arguments=canonical.decode(call.stored)["arguments"])
+
+
+async def _approved_later(said: Any, call: Call) -> Approval:
+    return _approved(await said, call)
+
+
 def branch_of(held: HeldRun, asked: str) -> Branch:
     """The branch of this run that the calling code is in. Raises `UnorderedStep` inside of one of its steps."""
     inside = step_variable.get()
@@ -325,7 +402,7 @@ def finish(ledger: Ledger, held: HeldRun, result: Any) -> None:
 
 def park(ledger: Ledger, held: HeldRun, error: BaseException) -> None:
     """Park a run that an exception left, unless it ended or is somebody else's by now. The exception stays the news."""
-    if not held.is_held:
+    if not held.is_held or isinstance(error, Suspended):  # it has said what it waits for
         return
     try:
         if not ledger._driver.obey(runs.park(held, error)):

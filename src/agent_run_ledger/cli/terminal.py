@@ -89,17 +89,45 @@ def took(seconds: float | None) -> str:
         return ""
     if seconds < 1:
         return f"{seconds * 1000:.1f} ms"
-    return f"{seconds:.1f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+    if seconds < 120:
+        return f"{seconds:.1f} s"
+    minutes = round(seconds / 60)
+    hours, days = minutes // 60, minutes // 1440
+    if not hours:
+        return f"{minutes} min"
+    return f"{hours} h {minutes % 60} min" if not days else f"{days} d {hours % 24} h"
 
 
-def table(heads: Sequence[str], rows: Iterable[Sequence[object]], *, stretch: int | None = None) -> str:
-    """Columns of text; the one at index `stretch` gets what the others leave of the line."""
+def since(seconds: float) -> str:
+    """How long ago a time was, or how far off it is: `5 min ago`, `in 2 h 0 min`. Unix seconds."""
+    ago = time.time() - seconds
+    return f"{took(ago)} ago" if ago >= 0 else f"in {took(-ago)}"
+
+
+def labelled(facts: Iterable[tuple[str, object]], *, columns: int | None = None) -> str:
+    """One line a fact, each value cut to so many columns, if any; facts that are None are left out."""
+    return "\n".join(
+        f"{name + ':':<14} {plain(str(value)) if columns is None else cut(str(value), columns)}"
+        for name, value in facts
+        if value is not None
+    )
+
+
+def table(
+    heads: Sequence[str], rows: Iterable[Sequence[object]], *, stretch: int | None = None, is_wrapped: bool = False
+) -> str:
+    """Columns of text; the one at index `stretch` gets what the others leave of the line.
+
+    What does not fit there is cut, or, where `is_wrapped`, goes on below.
+    """
     shown = [[cut(cell, 60 if at != stretch else 2000) for at, cell in enumerate(row)] for row in rows]
     widths = [max(columns_of(row[at]) for row in ([*heads], *shown)) for at in range(len(heads))]
     if stretch is not None:
         others = sum(widths) - widths[stretch] + 2 * (len(widths) - 1)
         room = max(width() - others, len(heads[stretch]), 20)
         widths[stretch] = min(widths[stretch], room)
+        if is_wrapped:
+            shown = [part for row in shown for part in _wrapped(row, stretch, room)]
         for row in shown:
             row[stretch] = cut(row[stretch], room)
     lines = ([*heads], *shown)
@@ -107,6 +135,28 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[object]], *, stretch: in
         "  ".join(cell + " " * (width - columns_of(cell)) for cell, width in zip(line, widths, strict=True)).rstrip()
         for line in lines
     )
+
+
+def _wrapped(row: list[str], at: int, room: int) -> Iterator[list[str]]:
+    """The row, and below it rows that hold nothing but the rest of the cell at index `at`."""
+    parts = folded(row[at], room)
+    yield [*row[:at], parts[0], *row[at + 1 :]]
+    for part in parts[1:]:
+        yield [part if index == at else "" for index in range(len(row))]
+
+
+def folded(text: str, columns: int) -> list[str]:
+    """Text that is safe to show in lines of so many columns at most, broken at spaces where there are some. One line at least."""
+    lines = []
+    while columns_of(text) > columns:
+        end = columns
+        while end > 1 and columns_of(text[:end]) > columns:
+            end -= 1
+        space = text.rfind(" ", 0, end + 1)
+        end = space if space > 0 else end
+        lines.append(text[:end])
+        text = text[end:].removeprefix(" ")
+    return [*lines, text]
 
 
 def width() -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import random
 import sys
 import threading
 import time
@@ -17,7 +16,7 @@ from agent_run_ledger.contract import Clock, Store
 from agent_run_ledger.drivers.context import StepContext, caller, callers, step_variable
 from agent_run_ledger.drivers.leases import POLL_SECONDS, HeldRun, Leases
 from agent_run_ledger.drivers.order import Order
-from agent_run_ledger.drivers.sync import SyncDriver
+from agent_run_ledger.drivers.sync import LONGEST_POLL_SECONDS, Suspended, SyncDriver
 from agent_run_ledger.drivers.together import Together
 from agent_run_ledger.drivers.workers import Work
 from agent_run_ledger.drivers.writer import Writer
@@ -30,10 +29,11 @@ from agent_run_ledger.engine.effects import (
     Fetch,
     Flow,
     GiveBack,
+    Inquire,
     Invoke,
-    Moment,
     Plan,
     Quiet,
+    Rest,
     Result,
     Turn,
     Wait,
@@ -42,6 +42,7 @@ from agent_run_ledger.engine.effects import (
 from agent_run_ledger.engine.live import Branch
 from agent_run_ledger.engine.steps import step
 from agent_run_ledger.errors import InvalidArguments, LedgerError, RunOwned, StoreError
+from agent_run_ledger.rules import functions
 
 T = TypeVar("T")
 
@@ -337,7 +338,7 @@ class AsyncDriver:
 
     async def park(self, run: HeldRun, error: BaseException) -> None:
         """Park a run that an exception left, unless it ended or is somebody else's by now. The exception stays the news."""
-        if not run.is_held:
+        if not run.is_held or isinstance(error, Suspended):  # it has said what it waits for
             return
         if not isinstance(error, Exception):  # nothing can be awaited any more
             self._park_behind(run, error)
@@ -509,6 +510,10 @@ class AsyncDriver:
             return await self._wait_for_quiet(effect)
         if isinstance(effect, AwaitLate):
             return await self._await_late(effect)
+        if isinstance(effect, Inquire):
+            return await self._inquire(effect)
+        if isinstance(effect, Rest):
+            return await self._rest(effect)
         assert isinstance(effect, GiveBack)
         job = _Job(lambda: self.sync.perform(effect), asyncio.get_running_loop())
         self._enqueue(job, asyncio.get_running_loop())
@@ -559,7 +564,7 @@ class AsyncDriver:
                 or not (run.is_settled or (run.is_held and self._clock.elapsed() < run.expires))
             ):
                 return None
-            plan = effect.decide(run, Moment(self._clock.now(), random.random()))
+            plan = effect.decide(run, self._leases.moment())
             if plan.drafts:
                 return None
             run.is_touched = True
@@ -590,11 +595,37 @@ class AsyncDriver:
                 step_variable.reset(context)
 
     def _still_ours(self, run: HeldRun, token: int) -> None:
-        """The process may have been stopped since the intent was written."""
         with run.lock:
-            self._leases.require(run, token)
-            if self._clock.elapsed() >= run.expires:
-                self._leases.renew(run, token)
+            self.sync.still_ours(run, token)
+
+    async def _inquire(self, effect: Inquire) -> Result:
+        """The receipt function's result; a plain function is called in a thread, where it may wait for its receiver."""
+        run, step = cast(HeldRun, effect.run), effect.step
+        await self.in_thread(lambda: self._still_ours(run, step.token))
+
+        async def ask() -> Any:
+            if functions.signature(effect.question).is_async:
+                return await effect.question(step.key, effect.arguments)
+            return await self.threaded(lambda: effect.question(step.key, effect.arguments), f"receipt of {step.tool}")()
+
+        try:
+            seconds = effect.timeout
+            return Result(await in_time(ask, seconds, lambda: TimeoutError(f"no answer within {seconds:g} s")), None)
+        except BaseException as error:
+            return Result(None, error)
+
+    async def _rest(self, effect: Rest) -> None:
+        run = cast(HeldRun, effect.run)
+        seen = await self.in_thread(lambda: self.sync.lie_down(effect))
+        pause = POLL_SECONDS
+        try:
+            while not await self.in_thread(lambda: self.sync.is_roused(effect, seen)):
+                await self.in_thread(lambda: self.sync.may_rest(effect))
+                left = pause if effect.until is None else max(0.0, effect.until - self._clock.now())
+                await self.pause(min(pause, left))
+                pause = min(pause * 1.5, LONGEST_POLL_SECONDS)
+        finally:
+            run.resting.discard(effect.call.position)
 
     async def _invoke_in_time(self, run: HeldRun, effect: Invoke, seconds: float) -> Result:
         """A coroutine is cancelled when its time is up; a thread is left to itself."""

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import _thread
 import os
+import random
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
 from agent_run_ledger.contract import Clock, Store
 from agent_run_ledger.drivers import reading
 from agent_run_ledger.drivers.workers import Work
+from agent_run_ledger.engine.effects import Moment
 from agent_run_ledger.engine.history import History
 from agent_run_ledger.engine.live import LiveRun
 from agent_run_ledger.engine.log import Draft, seal
 from agent_run_ledger.errors import LeaseLost, RunNotFound, RunOwned, StoreBusy, StoreError, StoreFull, StoreUnavailable
 from agent_run_ledger.model import RunState
 from agent_run_ledger.rules.loops import Rule
+from agent_run_ledger.stores.room import Room
 
 POLL_SECONDS = 0.05
 _LAST_BEAT_SECONDS = 5.0
@@ -47,6 +50,8 @@ class HeldRun(LiveRun):
         """How many of its commits were left to the thread that may wait for a sync."""
         self.order: Any = None
         """Who waits for his turn, where calls run side by side in an event loop."""
+        self.suspends = False
+        """Whether its program ends where it would have to wait for long, to be begun anew later."""
         self.left_running: dict[str, Work] = {}
         """The threads of steps that ran out of time, by position."""
 
@@ -120,8 +125,10 @@ class Leases:
         self._heartbeat_seconds = heartbeat_seconds
         self._limit = limit
         self._deadline = deadline
-        self._undeclared = undeclared
+        self.undeclared = undeclared
         self._rule = rule
+        self.room: Room | None = None
+        """What watches the disk, where somebody wants it watched."""
         self._forget()
         _alive.add(self)
 
@@ -136,6 +143,12 @@ class Leases:
         """Held by the heartbeat's thread as long as it lives; None before there is one."""
         self._stop = threading.Event()
 
+    def moment(self) -> Moment:
+        """What a decision is taken by."""
+        return Moment(
+            self._clock.now(), random.random(), None if self.room is None else self.room.lack(self._clock.elapsed())
+        )
+
     def run(self, run_id: str) -> HeldRun:
         """The run in this ledger's memory; not yet claimed, and perhaps not existing."""
         run = self._runs.get(run_id)
@@ -144,17 +157,17 @@ class Leases:
                 if len(self._runs) >= self._most:
                     self._runs = {key: kept for key, kept in self._runs.items() if not kept.is_settled or kept.pins}
                     self._most = max(_KEPT, 2 * len(self._runs))  # so that looking for them costs little
-                fresh = HeldRun(History(run_id, b""), self._limit, self._undeclared)
+                fresh = HeldRun(History(run_id, b""), self._limit, self.undeclared)
                 fresh.deadline = self._deadline
                 run = self._runs.setdefault(run_id, fresh)
         return run
 
-    def create(self, run_id: str, draft: Draft) -> HeldRun | None:
-        """Make a run that begins with this entry, and hold it. None where it exists."""
+    def create(self, run_id: str, drafts: Sequence[Draft]) -> HeldRun | None:
+        """Make a run that begins with these entries, and hold it. None where it exists."""
         secret = os.urandom(32)
         history = History(run_id, secret, self._rule())
         token = self._store.first_token()
-        sealed = seal(history, token, self._clock.now(), [draft])
+        sealed = seal(history, token, self._clock.now(), drafts)
         expires = self._clock.elapsed() + self._lease_seconds
         rows = [row for row, _ in sealed]
         if self._store.create(run_id, self.owner, self._lease_seconds, secret, rows) is None:
@@ -193,7 +206,9 @@ class Leases:
         ):  # its last owner wrote on until just now
             run.history = self._read(run.run_id)
         self._took(run, lease.token, expires)
-        if run.history.state is RunState.BLOCKED:  # nothing may have to be written that would hear of a request
+        if (
+            run.history.state is RunState.BLOCKED or run.history.waiting
+        ):  # nothing may have to be written that would hear of a request
             self.fetch_requests(run)
 
     def _read(self, run_id: str) -> History:

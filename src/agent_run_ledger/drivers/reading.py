@@ -41,5 +41,5 @@ def read(store: Store, run_id: str, rule: Rule | None = None) -> History:
     return history
 
 
-_FETCHED = frozenset({"intent", "outcome"})
+_FETCHED = frozenset({"intent", "outcome", "signal"})
 """The kinds of entries whose payloads the engine asks for when it needs them."""

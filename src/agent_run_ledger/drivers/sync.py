@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import random
+import math
 import sys
 import warnings
 from contextlib import suppress
@@ -13,16 +13,17 @@ from agent_run_ledger.drivers.context import StepContext, caller, step_variable
 from agent_run_ledger.drivers.leases import POLL_SECONDS, HeldRun, Leases, is_owed
 from agent_run_ledger.drivers.workers import Work
 from agent_run_ledger.engine.call import Call
-from agent_run_ledger.engine.commit import prepare
+from agent_run_ledger.engine.commit import ANSWERED_AT_ONCE, prepare
 from agent_run_ledger.engine.effects import (
     Ask,
     AwaitLate,
     Commit,
     Fetch,
     Flow,
+    Inquire,
     Invoke,
-    Moment,
     Quiet,
+    Rest,
     Result,
     Turn,
     Wait,
@@ -32,6 +33,13 @@ from agent_run_ledger.engine.log import Draft, Sealed, seal
 from agent_run_ledger.errors import LeaseLost, Reentered, StoreError
 
 T = TypeVar("T")
+
+LONGEST_POLL_SECONDS = 0.5
+"""How long whoever waits for a signal looks away at the most."""
+
+
+class Suspended(BaseException):
+    """The program of a run waits for what has not come: nobody waits with it. It is begun anew when there is a reason to."""
 
 
 class SyncDriver:
@@ -87,6 +95,10 @@ class SyncDriver:
             return self._await_late(effect)
         if isinstance(effect, Fetch):
             return self._store.payload(effect.run.run_id, effect.seq)
+        if isinstance(effect, Inquire):
+            return self._inquire(effect)
+        if isinstance(effect, Rest):
+            return self._rest(effect)
         with suppress(StoreError):  # what made the flow let go is the news; the lease runs out by itself
             self.give_back(cast(HeldRun, effect.run), effect.note)
         return None
@@ -97,7 +109,7 @@ class SyncDriver:
         It is kept, too, where somebody has made a call meanwhile: the last one that ends lets go of it.
         """
         with run.lock:
-            if run.is_held and not run.made:
+            if run.is_held and run.made.keys() <= run.resting:
                 self.pay(run)
                 self._leases.give_back(run, note)
 
@@ -140,7 +152,7 @@ class SyncDriver:
     def _decide(self, run: HeldRun, effect: Commit) -> Any:
         self.make_ready(run, effect.token)
         while True:
-            prepared = prepare(run, (effect.decide,), Moment(self._clock.now(), random.random()))
+            prepared = prepare(run, (effect.decide,), self._leases.moment())
             sealed, synced = prepared.sealed, prepared.synced
             if not sealed or self._append(
                 run, sealed, prepared.drafts, synced=self._synced if synced is None else synced
@@ -165,12 +177,15 @@ class SyncDriver:
             self._leases.fetch_requests(run)
         return written
 
+    def still_ours(self, run: HeldRun, token: int) -> None:
+        """The process may have been stopped since the last entry was written, or the ledger closed by another thread."""
+        self._leases.require(run, token)
+        if self._clock.elapsed() >= run.expires:
+            self._leases.renew(run, token)
+
     def _invoke(self, effect: Invoke) -> Result:
         run = cast(HeldRun, effect.run)
-        # The process may have been stopped since the intent was written, or the ledger closed by another thread.
-        self._leases.require(run, effect.step.token)
-        if self._clock.elapsed() >= run.expires:
-            self._leases.renew(run, run.token)
+        self.still_ours(run, effect.step.token)
         if run.replayed:
             self.tell_replayed(run)
         token = step_variable.set(StepContext(self._leases, run, effect.step))
@@ -186,13 +201,79 @@ class SyncDriver:
             return Result(None, error)
         finally:
             step_variable.reset(token)
-        if hasattr(type(value), "__await__"):  # asked of the class: an object may answer for itself with anything
-            if hasattr(type(value), "close"):
-                value.close()
-            return Result(
-                None, TypeError(f"{effect.step.tool!r} returned an awaitable: a synchronous run cannot await it")
-            )
-        return Result(value, None)
+        return _not_awaited(value, repr(effect.step.tool))
+
+    def _inquire(self, effect: Inquire) -> Result:
+        """The receipt function's result. It may hang, as its receiver may: where the tool has a timeout, it is left to itself then."""
+        run = cast(HeldRun, effect.run)
+        self.still_ours(run, effect.step.token)
+        try:
+            if effect.timeout is None:
+                value = effect.question(effect.step.key, effect.arguments)
+            else:
+                work = Work(
+                    lambda: effect.question(effect.step.key, effect.arguments), {}, f"receipt of {effect.step.tool}"
+                )
+                work.start()
+                if not work.wait(effect.timeout):
+                    return Result(None, TimeoutError(f"no answer within {effect.timeout:g} s"))
+                if work.result.error is not None:
+                    return work.result
+                value = work.result.value
+        except BaseException as error:
+            return Result(None, error)
+        return _not_awaited(value, f"the receipt of {effect.step.tool!r}")
+
+    def _rest(self, effect: Rest) -> None:
+        run = cast(HeldRun, effect.run)
+        seen = self.lie_down(effect)
+        pause = POLL_SECONDS
+        try:
+            while not self.is_roused(effect, seen):
+                self.may_rest(effect)
+                left = math.inf if effect.until is None else max(0.0, effect.until - self._clock.now())
+                self._clock.sleep(min(pause, left))
+                pause = min(pause * 1.5, LONGEST_POLL_SECONDS)
+        finally:
+            run.resting.discard(effect.call.position)
+
+    def lie_down(self, effect: Rest) -> int:
+        """This call needs nobody to hold its run. Returns how many requests were seen by now."""
+        run = cast(HeldRun, effect.run)
+        with run.lock:
+            run.resting.add(effect.call.position)
+            return run.inbox
+
+    def may_rest(self, effect: Rest) -> None:
+        """Let go of the run, if none of its calls does anything but wait. Raises `Suspended` where nobody is to wait in a thread."""
+        run = cast(HeldRun, effect.run)
+        with run.lock:
+            if run.made.keys() <= run.resting:
+                if run.is_held:
+                    with suppress(StoreError):  # the lease runs out by itself
+                        self.pay(run)
+                        self._leases.give_back(run)
+                if run.suspends:
+                    raise Suspended
+
+    def is_roused(self, effect: Rest, seen: int) -> bool:
+        """Whether its time has come, or somebody may have sent what it waits for, or has the run."""
+        run = cast(HeldRun, effect.run)
+        if effect.until is not None and self._clock.now() >= effect.until:
+            return True
+        with run.lock:
+            if run.made.get(effect.call.position) is not effect.call or run.history.state.is_terminal:
+                return True
+            head = self._store.head(run.run_id)
+            if head is None or (not run.is_held and head.token != run.token):
+                return True
+            if head.inbox == seen and not (
+                run.is_held and any(request.kind in ANSWERED_AT_ONCE for request in run.requests)
+            ):
+                return False
+            if run.is_held and head.inbox != run.inbox:
+                self._leases.fetch_requests(run)
+            return True
 
     def _in_a_thread(self, run: HeldRun, effect: Invoke, seconds: float) -> Result:
         """The function's result, or a `TimeoutError` after `seconds`; the thread is left to itself then."""
@@ -258,3 +339,12 @@ class SyncDriver:
                 run.history.created_at,
             )  # fmt: skip
         run.replayed = 0
+
+
+def _not_awaited(value: Any, what: str) -> Result:
+    """A function's value, unless it is one that has to be awaited."""
+    if not hasattr(type(value), "__await__"):  # asked of the class: an object may answer for itself with anything
+        return Result(value, None)
+    if hasattr(type(value), "close"):
+        value.close()
+    return Result(None, TypeError(f"{what} returned an awaitable: a synchronous run cannot await it"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -67,7 +66,7 @@ class Together(Generic[W]):
         put_off: Callable[[W], object] | None,
     ) -> None:
         """One transaction. Leaves in `lines` what has to wait for the next one."""
-        now, elapsed = self._clock.now(), self._clock.elapsed()
+        elapsed = self._clock.elapsed()
         ready: list[tuple[HeldRun, list[W], Prepared]] = []
         locked = 0
         synced = False
@@ -90,7 +89,7 @@ class Together(Generic[W]):
                 run.is_touched = True
                 # A program that was interrupted goes on behind what it left: that is decided on what stands in the log.
                 decisions = [commit.effect.decide for commit in (line[:1] if run.interrupted else line)]
-                moment = Moment(now, random.random())
+                moment = self._leases.moment()
                 try:
                     prepared = self._prepared(run, decisions, moment)
                 except Exception as error:  # the first is impossible by itself

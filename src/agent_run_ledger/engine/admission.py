@@ -8,9 +8,9 @@ from agent_run_ledger.engine.call import Call
 from agent_run_ledger.engine.history import StepHistory
 from agent_run_ledger.engine.live import Branch, LiveRun
 from agent_run_ledger.engine.log import Draft
-from agent_run_ledger.engine.outcomes import cancelled, in_doubt, missed, parked_in_doubt
+from agent_run_ledger.engine.outcomes import cancelled, in_doubt, missed, must_not_repeat, parked_in_doubt
 from agent_run_ledger.errors import LedgerError, RunClosed, RunInputMismatch, StepInDoubt
-from agent_run_ledger.model import Effect, RunState, StepState
+from agent_run_ledger.model import RunState, StepState
 
 
 def refusal(run: LiveRun, *, pipeline: bool | None = None) -> LedgerError | None:
@@ -46,11 +46,6 @@ def closed(run: LiveRun) -> RunClosed:
     return RunClosed(run.run_id, run.history.state, run.history.cause_text)
 
 
-def must_not_repeat(run: LiveRun, effect: Effect | None) -> bool:
-    """Whether a second dispatch could do harm, as far as is declared."""
-    return effect is Effect.MUTATE or (effect is None and run.undeclared == "block")
-
-
 def seen(run: LiveRun, call: Call) -> dict[str, int]:
     """The field that says when a call was made or interrupted, where outcomes are recorded by now that its program did not know of."""
     if call.seen is None or not (run.is_settling or call.seen < run.history.last_outcome):
@@ -63,11 +58,14 @@ def when(call: Call) -> dict[str, int]:
     return {"seen": call.seen} if call.seen is not None else {}
 
 
-def left_in_doubt(run: LiveRun, behind: frozenset[str] | None) -> tuple[list[Draft], StepInDoubt | None]:
+def left_in_doubt(
+    run: LiveRun, behind: frozenset[str] | None, continued: StepHistory | None = None
+) -> tuple[list[Draft], StepInDoubt | None]:
     """What comes first when a program goes on although a call gave it no outcome: that it was interrupted is recorded.
 
     Where a second dispatch could do harm nothing is recorded of it: the run parks, and the program is told that the step is in doubt.
-    `behind` are the positions of the calls behind which it goes on. None: it wants to end, and every step is looked at.
+    `behind` are the positions of the calls behind which it goes on. None: it wants to end, and every step is looked at. What is going to
+    be found out about a step that is `continued` concerns the step that continues it.
     """
     if behind is not None and not behind:
         return [], None
@@ -78,20 +76,21 @@ def left_in_doubt(run: LiveRun, behind: frozenset[str] | None) -> tuple[list[Dra
             continue
         step = steps.get(position)
         if step is not None and step.outcome is None:
-            if must_not_repeat(run, step.declared) and not _is_undispatched(run, call, step):
+            is_dispatched = not is_undispatched(run, call, step)
+            if step is not continued and must_not_repeat(run, None, step) and is_dispatched:
                 return _doubt(run, step)
-            drafts.append(cancelled(step, when(call)))
+            drafts.append(cancelled(step, when(call), is_dispatched=is_dispatched))
         elif position not in run.history.missed and not (step is not None and step.is_missed):
             drafts.append(missed(call, step, when(call)))
     for step in steps.values() if behind is None else ():
         if step.outcome is None and step.position not in run.interrupted:
-            if must_not_repeat(run, step.declared):
+            if must_not_repeat(run, None, step):
                 return _doubt(run, step)
             drafts.append(cancelled(step, {}))
     return drafts, None
 
 
-def _is_undispatched(run: LiveRun, call: Call, step: StepHistory) -> bool:
+def is_undispatched(run: LiveRun, call: Call, step: StepHistory) -> bool:
     """Whether the intent is this very call's, which was interrupted before it was dispatched. A former process may have done so."""
     return not call.was_dispatched and step.seq > call.since and step.token == run.token
 

@@ -9,6 +9,7 @@ from typing import Any
 from agent_run_ledger import merkle
 from agent_run_ledger.contract import Head, Request, Row
 from agent_run_ledger.engine.history import KEPT_BYTES, History
+from agent_run_ledger.engine.log import PAUSES
 from agent_run_ledger.model import Event, Finding, RunState
 from agent_run_ledger.rules import canonical, digests
 from agent_run_ledger.rules.lifecycle import DELTA
@@ -19,7 +20,7 @@ _COLUMNS: tuple[tuple[str, type, Any], ...] = (
     ("encoding", str, None),
 )  # fmt: skip
 """Each column's type, and what is taken for it where the type is another; None: the column may be empty."""
-_NO_MOVE = {"created", "value", "missed", "redispatched_undeclared"}
+_NO_MOVE = {"created", "value", "missed", "redispatched_undeclared", "answered", "signal", "declined", "forked"}
 _EVENTS = {
     "intent": {Event.START_STEP},
     "outcome": {Event.STEP_SUCCESS, Event.STEP_ERROR},
@@ -27,6 +28,10 @@ _EVENTS = {
     "refused": {Event.LOOP_DETECTED, Event.LOOP_SUSPECTED, Event.BUDGET_EXHAUSTED},
     "exhausted": {Event.BUDGET_EXHAUSTED},
     "parked": {Event.WAIT},
+    "asked": {Event.WAIT},
+    "waiting": {Event.WAIT},
+    "resolved": {Event.WAIT},
+    "released": {Event.RELEASE},
     "finished": {Event.FINISH},
     "aborted": {Event.ABORT},
     "cancelled": {Event.CANCEL},
@@ -66,6 +71,8 @@ class Audit:
         self.refused = 0
         self.outcomes: set[int] = set()
         self.seen: set[tuple[str | None, int | None, str]] = set()
+        self.is_carrying = False
+        """Whether the run was made from another one, and what stands here was carried over."""
         self.history = History(run_id, secret)
         """The fold that everybody else reads runs with; an entry that it cannot take is a finding."""
 
@@ -111,6 +118,16 @@ class Audit:
         except (ValueError, RecursionError) as error:
             self.found(row.seq, "body", f"the body is no JSON object: {error}")
             return
+        if row.kind == "created":
+            self.is_carrying = "forked_from" in body
+        elif "carried" not in body:
+            self.is_carrying = False
+        elif not self.is_carrying:
+            self.found(
+                row.seq,
+                "lifecycle",
+                "the entry says that it was carried over from another run, and stands behind the fork",
+            )
         self.columns(row, body)
         self.payload(row, body)
         self.moves(row, body)
@@ -160,19 +177,29 @@ class Audit:
         if row.kind == "intent":
             if row.fingerprint != digests.fingerprint(str(body.get("tool")), digests.plain(row.payload)):
                 self.found(row.seq, "fingerprint", "the fingerprint is not that of tool and arguments")
-            key = digests.idempotency_key(
-                self.secret, self.run_id, str(row.position), str(body.get("tool")), row.payload
-            )
-            if self.secret and body.get("key") != key:
-                self.found(
-                    row.seq, "key", f"the idempotency key is {body.get('key')}, arguments and position give {key}"
-                )
+            self.key(row, row.payload, body)
         elif row.fingerprint is not None:
             self.found(row.seq, "fingerprint", f"an entry of kind {row.kind!r} has no fingerprint")
         try:
             canonical.decode(row.payload)
         except (ValueError, RecursionError) as error:
             self.found(row.seq, "payload", f"the payload cannot be decoded: {error}")
+
+    def key(self, row: Row, arguments: bytes, body: dict[str, Any]) -> None:
+        """A key is made of position and arguments, or it is that of the step which is continued, or that of the run it came from."""
+        known = self.history.positions
+        begun = known.get(str(body.get("continues"))) if "continues" in body else known.get(row.position or "")
+        if "carried" in body and self.is_carrying:
+            return
+        if begun is not None and ("continues" in body or begun.continues is not None or begun.is_carried):
+            if (begun.tool, begun.input, begun.key) != (body.get("tool"), body.get("payload"), body.get("key")):
+                self.found(
+                    row.seq, "key", f"the idempotency key is not that of the call which it continues, {begun.key}"
+                )
+            return
+        key = digests.idempotency_key(self.secret, self.run_id, str(row.position), str(body.get("tool")), arguments)
+        if self.secret and body.get("key") != key:
+            self.found(row.seq, "key", f"the idempotency key is {body.get('key')}, arguments and position give {key}")
 
     def order(self, row: Row, body: dict[str, Any]) -> None:
         """What its program had seen is an outcome that stands before, or none; what it acts upon, failures that nobody had acted upon."""
@@ -196,7 +223,7 @@ class Audit:
             reach = DELTA[self.state]
             what = "outcome, to be retried" if row.kind == "outcome" and "retry_at" in body else row.kind
             legal = {reach[event] for event in _EVENTS.get(what, ()) if event in reach}
-            if row.kind in ("outcome", "parked") and row.position is not None:  # the others go on
+            if row.kind in PAUSES and row.position is not None:  # the others go on
                 legal = {self.history.stands_as(each, {row.position}) for each in legal}
         if state not in legal:
             after = f"{row.kind!r} after {self.state}"
@@ -208,7 +235,7 @@ class Audit:
             self.found(row.seq, "fencing", f"fencing token {token} after {self.token}: tokens never go down")
         else:
             self.token = token
-        self.steps += row.kind == "intent" and row.attempt == 1
+        self.steps += row.kind == "intent" and (row.attempt == 1 or "continues" in body)
         self.refused += row.kind == "refused"
         if (body.get("steps"), body.get("refused", 0)) != (self.steps, self.refused):
             self.found(

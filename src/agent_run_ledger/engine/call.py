@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any, Literal, NamedTuple, TypedDict
 
 from agent_run_ledger.engine import recovery
 from agent_run_ledger.engine.live import Branch
 from agent_run_ledger.errors import InvalidArguments, UnserialisableArguments
-from agent_run_ledger.model import Effect, RetryPolicy
+from agent_run_ledger.model import Effect, Receipt, RetryPolicy
 from agent_run_ledger.rules import canonical, digests, functions
 from agent_run_ledger.rules.names import check_name
 
 MAX_TIMEOUT = 366 * 86_400.0
+
+AskForReceipt = Callable[[str, dict[str, Any]], Receipt | Awaitable[Receipt]]
+"""What a tool declares as `receipt=`: given an idempotency key and the arguments, it asks the receiver what became of the call."""
 
 
 class Options(NamedTuple):
@@ -30,6 +34,9 @@ class Options(NamedTuple):
     timeout: float | None = None
     identity: Callable[[dict[str, Any]], Any] | None = None
     step_key: str | None = None
+    receipt: AskForReceipt | None = None
+    key_window: float | None = None
+    classify: Callable[[BaseException], str | None] | None = None
 
 
 class StepOptions(TypedDict, total=False):
@@ -57,6 +64,13 @@ class StepOptions(TypedDict, total=False):
     """What of the arguments identifies the call: a replay may differ in the rest."""
     step_key: str | None
     """A name for this call that gives it a position free of order, as the model's tool_call_id does."""
+    receipt: AskForReceipt | None
+    """Asks the receiver what became of a call: a function of (idempotency key, arguments) that returns a `Receipt`. It makes a tool
+    that declares nothing else `Effect.MUTATE`."""
+    key_window: float | timedelta | None
+    """Seconds for which the receiver of an `Effect.IDEMPOTENT` call remembers its key; None: for ever."""
+    classify: Callable[[BaseException], str | None] | None
+    """What the tool knows of its errors: `"retryable"`, `"fatal"`, `"ambiguous"`, or None to leave it to the general rules."""
 
 
 def declared(given: StepOptions) -> Options:
@@ -64,7 +78,7 @@ def declared(given: StepOptions) -> Options:
     if not given:
         return _NOTHING
     try:
-        options = Options(**given)
+        options = Options(**given)  # type: ignore[arg-type] # what key_window is, is looked at below
     except TypeError:
         unknown = ", ".join(sorted(given.keys() - set(Options._fields)))
         raise InvalidArguments(f"there is no option {unknown}; there are {', '.join(Options._fields)}") from None
@@ -80,12 +94,23 @@ def declared(given: StepOptions) -> Options:
         raise InvalidArguments(f"timeout= is a number of seconds, more than 0, not {options.timeout!r}")
     if options.identity is not None and not callable(options.identity):
         raise InvalidArguments(f"identity= is a function of the arguments, not {options.identity!r}")
+    for name in ("receipt", "classify"):
+        if getattr(options, name) is not None and not callable(getattr(options, name)):
+            raise InvalidArguments(f"{name}= is a function, not {getattr(options, name)!r}; nothing was dispatched")
+    if options.key_window is not None:
+        options = options._replace(key_window=_seconds(options.key_window))
     if options.kind != "tool":
         if options.kind != "model":
             raise InvalidArguments(f"kind= is 'tool' or 'model', not {options.kind!r}; nothing was dispatched")
         options = options._replace(effect=options.effect or Effect.READ)
     if options.effect is not None and type(options.effect) is not Effect:
         options = options._replace(effect=_effect(options.effect))
+    if options.receipt is not None:
+        if options.effect is Effect.READ:
+            raise InvalidArguments(
+                "receipt= asks what a call has changed, and effect=Effect.READ says that it changes nothing"
+            )
+        options = options._replace(effect=options.effect or Effect.MUTATE)
     if options.raises != () or options.fatal != ():
         options = options._replace(raises=_exceptions(options.raises), fatal=_exceptions(options.fatal))
     return options
@@ -103,6 +128,14 @@ def _effect(given: Effect | str | None) -> Effect | None:
         ) from None
 
 
+def _seconds(given: float | timedelta) -> float:
+    """`key_window=` in seconds."""
+    seconds = given.total_seconds() if isinstance(given, timedelta) else given
+    if type(seconds) not in (int, float) or not seconds > 0:
+        raise InvalidArguments(f"key_window= is a number of seconds or a timedelta, more than 0, not {given!r}")
+    return float(seconds)
+
+
 def _exceptions(given: Any) -> tuple[type[BaseException], ...]:
     """`raises=` and `fatal=` as a tuple of exception classes, checked."""
     types = given if isinstance(given, tuple) else (given,)
@@ -110,6 +143,23 @@ def _exceptions(given: Any) -> tuple[type[BaseException], ...]:
         if not (isinstance(each, type) and issubclass(each, BaseException)):
             raise InvalidArguments(f"raises= and fatal= take exception classes, not {each!r}")
     return types
+
+
+class DurableWait(NamedTuple):
+    """What a program waits for: a time, a signal, or somebody's approval of its arguments."""
+
+    sort: Literal["sleep", "signal", "approval"]
+    name: str
+    seconds: float | None
+    """How long it waits at the most, from the first time on; None: for ever."""
+
+
+class LeftBehind(NamedTuple):
+    """What a thread that had run out of time did in the end: `value` if it returned, nothing if it raised or `is_running` still."""
+
+    is_running: bool
+    has_returned: bool
+    value: Any
 
 
 _NOTHING = Options()
@@ -148,9 +198,8 @@ class Call:
     """The positions whose outputs it depends on."""
     stored: bytes = b""
     digest: bytes = b""
-    recorded: bytes | None = None
-    """The arguments that stand at its position, where they are others and had to be fetched, and whether they were."""
-    is_fetched: bool = False
+    fetched: dict[int, bytes | None] = field(default_factory=dict)
+    """Payloads of the log that had to be looked up for it, by seq; None: erased."""
     position: str = ""
     """Its place in the run, from the moment at which it is made."""
     task: Any = None
@@ -166,6 +215,14 @@ class Call:
     """Whether its program was given the outcome."""
     coroutine: Callable[[], Any] | None = None
     """A weak reference to the coroutine that was made for it and has not begun."""
+    wait: DurableWait | None = None
+    """What it waits for, where it calls nobody."""
+    questions: int = 0
+    """How often the receiver was asked for its receipt, in this life."""
+    left: LeftBehind | None = None
+    """What became of the thread of the step that it continues, once that is known."""
+    settles: bool = False
+    """Whether nobody asks for the outcome: recovery settles the step before its program runs."""
 
     @property
     def max_attempts(self) -> int:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from agent_run_ledger.engine.effects import Decision, Moment, Plan
 from agent_run_ledger.engine.live import LiveRun
-from agent_run_ledger.engine.log import Draft, Sealed, seal
-from agent_run_ledger.engine.runs import honour
+from agent_run_ledger.engine.log import PAUSES, Draft, Sealed, seal
+from agent_run_ledger.engine.requests import REQUESTS, honour
 from agent_run_ledger.rules import lifecycle
 
 
@@ -36,8 +36,8 @@ def prepare(run: LiveRun, decisions: Sequence[Decision], moment: Moment) -> Prep
         drafts = list(drafts)
         synced = False if not drafts else synced
         try:
-            while len(plans) < len(decisions) and all(draft.kind in _ALONGSIDE for draft in plan.drafts):
-                run.ahead += sum(draft.kind == "intent" and draft.attempt == 1 for draft in plan.drafts)
+            while len(plans) < len(decisions) and all(_is_alongside(draft) for draft in plan.drafts):
+                run.ahead += sum(draft.is_first for draft in plan.drafts)
                 run.is_settling = run.is_settling or any(draft.kind == "outcome" for draft in plan.drafts)
                 plan = decisions[len(plans)](run, moment)
                 plans.append(plan)
@@ -54,19 +54,29 @@ def prepare(run: LiveRun, decisions: Sequence[Decision], moment: Moment) -> Prep
 
 
 _ALONGSIDE = frozenset({"intent", "outcome", "redispatched_undeclared"})
+ANSWERED_AT_ONCE = frozenset({"signal", "approval"})
+"""What others ask that becomes an entry also while steps are in flight: it changes nothing for them."""
+
+
+def _is_alongside(draft: Draft) -> bool:
+    """Whether a decision about another step may be taken before this is in the log: it is about a step of its own."""
+    return draft.kind in _ALONGSIDE and "continues" not in draft.fields
 
 
 def _honour(run: LiveRun, drafts: list[Draft]) -> bool:
-    """Add what answers the requests of others, unless steps are in flight: they finish and are recorded first."""
-    ended = {draft.position for draft in drafts if draft.kind in ("outcome", "parked")}
-    if any(draft.kind == "intent" for draft in drafts) or not set(run.in_flight) <= ended:
-        return False
+    """Add what answers the requests of others, in order. All but signals wait for steps in flight: they are recorded first."""
+    ended = {draft.position for draft in drafts if draft.kind in PAUSES}
+    is_quiet = not any(draft.kind == "intent" for draft in drafts) and set(run.in_flight) <= ended
     has_ended = run.history.state.is_terminal or any(draft.event in lifecycle.ENDINGS for draft in drafts)
     is_honoured = False
     for request in run.requests:
-        answer = None if has_ended else honour(request)
-        if answer is not None:
-            drafts.append(answer)
-            has_ended = answer.event in lifecycle.ENDINGS
-            is_honoured = True
+        if not (is_quiet or request.kind in ANSWERED_AT_ONCE):
+            break
+        if has_ended or request.kind not in REQUESTS:  # one that only a newer version knows is left to that
+            continue
+        if not (answer := honour(run, request, drafts)):
+            break
+        drafts += answer
+        has_ended = any(draft.event in lifecycle.ENDINGS for draft in answer)
+        is_honoured = True
     return is_honoured

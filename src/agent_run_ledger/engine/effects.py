@@ -13,10 +13,12 @@ from agent_run_ledger.engine.log import Draft
 
 
 class Moment(NamedTuple):
-    """What a decision may not fetch for itself: the time (Unix seconds) and a random number from [0, 1)."""
+    """What a decision may not fetch for itself: the time (Unix seconds), a random number from [0, 1), and how the disk is."""
 
     now: float
     draw: float
+    too_full: str | None = None
+    """Why nothing new is to be dispatched: the disk has less room than is asked for."""
 
 
 @dataclass(slots=True)
@@ -71,6 +73,19 @@ class Invoke(NamedTuple):
     is_async: bool = False
 
 
+class Inquire(NamedTuple):
+    """Ask the receiver of a step what became of it, outside every lock and transaction; the answer is a `Result`, also where it raised.
+
+    What was asked is an entry by then. The lease is made sure of as for `Invoke`.
+    """
+
+    run: LiveRun
+    step: StepHistory
+    question: Callable[..., Any]
+    arguments: dict[str, Any]
+    timeout: float | None = None
+
+
 class AwaitLate(NamedTuple):
     """What a function did after its time was up: a `Result`, or None where no such call is left or `at_most` seconds were too few."""
 
@@ -109,6 +124,16 @@ class Wait(NamedTuple):
     at_most: float
 
 
+class Rest(NamedTuple):
+    """Come back when `until` has come or somebody has asked something of the run. Unless other calls are under way nobody holds it
+    meanwhile."""
+
+    run: LiveRun
+    call: Call
+    until: float | None
+    """Unix seconds; None: only what somebody asks ends it."""
+
+
 class Fetch(NamedTuple):
     """Read the payload of one entry, which is too long to be kept in memory; None where it was erased."""
 
@@ -130,7 +155,7 @@ class Warn(NamedTuple):
     text: str
 
 
-Ask = Commit | Invoke | AwaitLate | Turn | Quiet | Wait | Fetch | GiveBack | Warn
+Ask = Commit | Invoke | Inquire | AwaitLate | Turn | Quiet | Wait | Rest | Fetch | GiveBack | Warn
 
 T = TypeVar("T")
 Flow = Generator[Ask, Any, T]

@@ -16,6 +16,8 @@ from agent_run_ledger.rules.loops import OK, Call, Rule
 _parse = json.JSONDecoder().raw_decode  # bodies have no white space around them, which is what `decode` looks for first
 _STATES = {str(state): state for state in RunState}
 
+_ASIDES = frozenset({"asked", "answered", "waiting", "signal", "declined", "resolved", "released"})
+
 KEPT_BYTES = 1024
 """Arguments and outputs of more bytes are not kept in memory, but fetched where somebody needs them."""
 
@@ -51,7 +53,7 @@ def _order(row: Row, body: dict[str, Any]) -> int:
 class Outcome:
     """How an attempt ended: `ok` is `completed`, `failed`, `cancelled` or `unstorable` (executed, output not storable)."""
 
-    __slots__ = ("at", "digest", "ok", "order", "payload", "retry_at", "salted", "seq")
+    __slots__ = ("at", "digest", "is_open", "ok", "order", "payload", "retry_at", "salted", "seq")
 
     def __init__(self, row: Row, body: dict[str, Any]) -> None:
         self.seq = row.seq
@@ -59,6 +61,8 @@ class Outcome:
         self.at: float = body["at"]
         self.ok: str = body["ok"]
         self.retry_at: float | None = body.get("retry_at")
+        self.is_open: bool = "ambiguous" in body or "unproven" in body
+        """Whether the call may have taken effect although it failed, and a second one could do harm."""
         self.payload = row.payload
         """None beside a digest: it is not kept in memory. None without one: it was erased."""
         self.digest = row.digest
@@ -74,12 +78,13 @@ class StepHistory:
     """One step: its first intent, its attempts, and the outcome of the last of them. `outcome` None: in flight or in doubt."""
 
     __slots__ = (
-        "arguments", "attempts", "attempts_of_code", "created_at", "dependencies", "digest", "earlier", "effect", "environment",
-        "fingerprint", "followed", "input", "key", "leaf", "left", "missed", "missed_at", "number", "order", "outcome", "position",
-        "redispatched", "seq", "state", "token", "tool", "version", "wait",
+        "arguments", "ask_at", "attempts", "attempts_of_code", "continues", "created_at", "dependencies", "digest", "earlier", "effect",
+        "environment", "fingerprint", "followed", "has_receipt", "input", "is_absent", "is_asked", "is_carried", "key", "key_window", "keyed_at",
+        "leaf", "left", "missed", "missed_at", "number", "order", "outcome", "position", "redispatched", "seq", "state", "token", "tool", "unanswered", "until",
+        "version", "wait", "waits",
     )  # fmt: skip
 
-    def __init__(self, row: Row, body: dict[str, Any]) -> None:
+    def __init__(self, row: Row, body: dict[str, Any], continued: StepHistory | None) -> None:
         assert row.position is not None
         self.position = row.position
         self.seq = row.seq
@@ -95,10 +100,31 @@ class StepHistory:
         self.fingerprint = row.fingerprint
         self.leaf = row.roots[:32]
         self.created_at: float = body["at"]
+        self.is_carried: bool = "carried" in body
+        """Whether it comes from the run that this one was made from: so does its key."""
+        self.continues: str | None = None
+        """The position of the step that this one continues: with its key, and with the attempts that it has left."""
+        self.keyed_at = self.created_at
+        """When the key was first sent."""
         self.attempts = 0
         self.attempts_of_code = 0
-        self.wait = 0.0
         self.environment = ""
+        if continued is not None:
+            self.continues, self.keyed_at = continued.position, continued.keyed_at
+            self.attempts_of_code, self.environment = continued.attempts_of_code, continued.environment
+        self.waits: str | None = body.get("waits")
+        """What it waits for, where it calls nobody: `sleep`, `signal` or `approval`."""
+        self.until: float | None = body.get("until")
+        """The Unix time at which its wait is over, if nothing comes."""
+        self.wait = 0.0
+        self.is_asked = False
+        """Whether its receiver was asked for the receipt, and has not answered."""
+        self.unanswered = 0
+        """How many questions in a row have got no answer."""
+        self.ask_at: float | None = None
+        """When the receiver, which could not say, is to be asked again."""
+        self.is_absent = False
+        """Whether an operator has said that it did not take effect."""
         self.followed = False
         self.redispatched = 0
         """The attempt that was made without knowing what a second dispatch does; 0: none was."""
@@ -139,15 +165,26 @@ class StepHistory:
         return Effect(self.effect) if self.effect else None
 
     def dispatched(self, row: Row, body: dict[str, Any]) -> None:
-        """An intent: the next attempt of this step is under way. Changed code starts the count of attempts afresh."""
+        """An intent: the next attempt of this step is under way. Changed code starts the count of attempts afresh.
+
+        One that takes over a step in doubt, to have its receipt asked for, is no attempt of its own.
+        """
         self.attempts = body["attempt"]
-        self.attempts_of_code = self.attempts_of_code + 1 if body["environment"] == self.environment else 1
+        if "undispatched" not in body:
+            self.attempts_of_code = self.attempts_of_code + 1 if body["environment"] == self.environment else 1
         self.environment = body["environment"]
         self.effect: str | None = body.get("effect")
+        self.has_receipt: bool = body.get("receipt", False)
+        self.key_window: float | None = body.get("key_window")
         self.left: int = body["left"]
         self.state: str = body["step_state"]
         self.token: int = body["token"]
         self.version = row.seq
+        self.is_asked, self.ask_at, self.unanswered, self.is_absent = False, None, 0, False
+        self.doubted()
+
+    def doubted(self) -> None:
+        """Whatever its last outcome was, it is not known how it stands."""
         self.earlier = self.outcome or self.earlier
         self.outcome = None
 
@@ -170,11 +207,40 @@ class StepHistory:
 
     def marked(self, row: Row, body: dict[str, Any]) -> None:
         """Another entry that concerns this step: a park, a dispatch on nobody's word, the end of its attempts."""
-        if row.kind == "redispatched_undeclared":
+        kind = row.kind
+        if kind == "redispatched_undeclared":
             self.redispatched = body["attempt"]
+        elif kind == "asked":
+            self.is_asked, self.ask_at = True, None
+            self.unanswered += 1
+            self.doubted()
+        elif kind == "answered":
+            self.is_asked, self.ask_at, self.unanswered = False, body.get("retry_at"), 0
+        elif kind == "parked":
+            self.is_asked, self.ask_at = False, None
+            self.doubted()
+        elif kind == "resolved" and not body["executed"]:
+            self.is_asked, self.ask_at, self.unanswered, self.is_absent = False, None, 0, True
+            self.attempts_of_code = 0
+            self.doubted()
         self.state = body.get("step_state", self.state)
         self.token = body["token"]
         self.version = row.seq
+
+
+class Signal:
+    """Something that was sent to a run by name and that no call has taken yet."""
+
+    __slots__ = ("by", "digest", "has_approved", "payload", "sent", "seq")
+
+    def __init__(self, row: Row, body: dict[str, Any]) -> None:
+        self.seq = row.seq
+        self.sent: float = body["sent"]
+        self.payload = row.payload
+        """What was sent and by whom; None: it is not kept in memory, or was erased."""
+        self.digest: str | None = body.get("of")
+        """For the answer to a request for approval: the salted digest of the arguments that were shown."""
+        self.has_approved: bool = body.get("approved", True)
 
 
 class Missed:
@@ -216,6 +282,16 @@ class History:
         self.positions: dict[str, StepHistory] = {}
         self.values: dict[str, tuple[dict[str, Any], bytes | None]] = {}
         self.missed: dict[str, Missed] = {}
+        self.signals: dict[str, list[Signal]] = {}
+        """What was sent to the run and no call has taken, by name, in the order in which it came."""
+        self.doubts: dict[tuple[str, str], StepHistory] = {}
+        """Steps that may have taken effect although they failed or were interrupted, by tool and input: an equal call continues them."""
+        self.asides = 0
+        """Entries that tell of waiting, and count for no limit."""
+        self.granted: int | None = None
+        """How many steps and refusals the run may have, where that was said when it was made from another one."""
+        self.deadline: float | None = None
+        """The Unix time from which on nothing new is dispatched, where that was said then."""
         self.last_outcome = 0
         """The seq of the last outcome."""
         self.trailing: dict[str, StepHistory] = {}
@@ -259,6 +335,7 @@ class History:
             self.created, self.created_digest = row.payload, body["payload"]
             self.created_at = body["at"]
             self.pipeline = body.get("pipeline", False)
+            self.granted, self.deadline = body.get("max_steps"), body.get("deadline")
         else:
             self._other(row, body)
         closed = len(row.roots) // 32 - 1
@@ -279,11 +356,15 @@ class History:
         if step is not None:
             self.waiting.discard(position)
             self.trailing.pop(position, None)
+            self._undoubted(step)
             step.dispatched(row, body)
             return
         if self.trailing:
             self._follow(body)
-        self.positions[position] = StepHistory(row, body)
+        continued = self.positions[body["continues"]] if "continues" in body else None
+        self.positions[position] = step = StepHistory(row, body, continued)
+        if continued is not None:
+            self.doubts.pop((step.tool, step.input), None)
 
     def _outcome(self, row: Row, body: dict[str, Any]) -> None:
         position = row.position or ""
@@ -291,7 +372,16 @@ class History:
         step.settled(row, body)
         self.last_outcome = row.seq
         self.running.discard(position)
-        if body["ok"] == "failed":
+        ok = body["ok"]
+        if ok == "completed":
+            if "signal" in body:
+                self._taken(body["signal"])
+        elif ok == "cancelled" or "ambiguous" in body:
+            if step.effect != "READ" and "undispatched" not in body and "retry_at" not in body:
+                self.doubts[step.tool, step.input] = step
+        elif "signal" in body:
+            self._taken(body["signal"])
+        if ok == "failed":
             if not self.pipeline:  # its steps stand in no order: nothing follows a failure there
                 self.trailing[position] = step
             if "retry_at" in body:
@@ -299,7 +389,7 @@ class History:
                 return
         if self.waiting:
             self.waiting.discard(position)
-        if self._rule is not None:
+        if self._rule is not None and step.waits is None:
             # what may repeat is new each time, so it is no part of a loop and breaks a row of others
             outcome = f"entry {row.seq}" if body.get("may_repeat") else body.get("error_id") or body["payload"]
             self.verdict = self._rule.observe(Call(step.number, step.tool, step.input, outcome))
@@ -309,6 +399,8 @@ class History:
         kind, position = row.kind, row.position
         if position is not None and self.trailing and kind in ("refused", "value", "missed"):
             self._follow(body)
+        if kind in _ASIDES:
+            self.asides += 1
         if kind == "value":
             assert position is not None
             self.values[position] = (body, row.payload)
@@ -319,18 +411,45 @@ class History:
             self.result, self.result_digest = row.payload, body["payload"]
         elif kind in ("parked", "refused", "exhausted", "aborted", "cancelled"):
             self.cause = row.payload
+        elif kind == "signal":
+            self.signals.setdefault(body["name"], []).append(Signal(row, body))
+        elif kind in ("released", "forked"):
+            self._begin_afresh(kind)
         if position is not None and (known := self.positions.get(position)) is not None:
             if kind == "missed":
                 known.missed, known.missed_at = _order(row, body), body["at"]
                 self.trailing.pop(position, None)
                 self.waiting.discard(position)
-            elif kind == "parked":
+            elif kind in ("parked", "asked", "waiting", "resolved"):
                 self.running.discard(position)
                 self.waiting.add(position)
+                self.trailing.pop(position, None)
+                self._undoubted(known)
             known.marked(row, body)
         elif kind == "missed":
             self.missed[position or ""] = Missed(row, body)
         self.honoured = body.get("request", self.honoured)
+
+    def _undoubted(self, step: StepHistory) -> None:
+        """How this step stands is being found out, or said: no other call has to continue it."""
+        if self.doubts.get((step.tool, step.input)) is step:
+            del self.doubts[step.tool, step.input]
+
+    def _taken(self, seq: int) -> None:
+        """A call was given this signal."""
+        for name, waiting in self.signals.items():
+            kept = [signal for signal in waiting if signal.seq != seq]
+            if len(kept) < len(waiting):
+                self.signals[name] = kept
+                return
+
+    def _begin_afresh(self, kind: str) -> None:
+        """An operator lets the run go on: what stopped it counts from nothing."""
+        self.verdict, self.looping, self.cause = OK, None, None
+        if kind == "forked":
+            for step in self.positions.values():
+                if step.outcome is None or not step.stands:
+                    step.attempts_of_code = step.unanswered = 0
 
     def _follow(self, body: dict[str, Any]) -> None:
         """A call acts on the failures that it names: its program had been told of them."""
@@ -354,6 +473,11 @@ class History:
     def cause_text(self) -> str | None:
         """Why the run stands or has ended, in words."""
         return canonical.decode(self.cause)["reason"] if self.cause is not None else None
+
+    @property
+    def is_in_doubt(self) -> bool:
+        """Whether there are steps that were dispatched and have no outcome, or that wait for one."""
+        return bool(self.running or self.waiting)
 
     @property
     def root(self) -> bytes:

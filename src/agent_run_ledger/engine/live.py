@@ -78,7 +78,19 @@ class LiveRun:
         self.replayed = 0
         self.turns: Turns | None = None
         """The order in which outcomes are handed out, where calls run side by side in an event loop."""
+        self.resting: set[str] = set()
+        """The positions of calls that wait for something outside, and need no owner meanwhile."""
         self.restart()
+
+    @property
+    def most_steps(self) -> int:
+        """How many steps and refusals the run may have: what was said when it was made from another one goes before."""
+        return self.history.granted or self.limit
+
+    @property
+    def latest(self) -> float | None:
+        """The Unix time from which on nothing new is dispatched."""
+        return self.history.deadline or self.deadline
 
     @property
     def is_cancelled(self) -> bool:
@@ -191,6 +203,7 @@ class LiveRun:
             return
         del self.made[position]
         self.in_flight.pop(position, None)
+        self.resting.discard(position)
         branch.unbegun.pop(position, None)
         if call.key is None and call.place is None:
             branch.numbered -= 1

@@ -17,6 +17,10 @@ Sealed = tuple[Row, dict[str, Any]]
 _json = compact.encoder(sort_keys=False)
 
 
+PAUSES = frozenset({"outcome", "parked", "asked", "waiting", "resolved"})
+"""The kinds of entry behind which a step is not running any more."""
+
+
 class Draft(NamedTuple):
     """An entry before it has a place in the log."""
 
@@ -30,6 +34,11 @@ class Draft(NamedTuple):
     """SHA-256 of the payload, and `salted` its salted digest, where they are known already."""
     salted: str | None = None
     fingerprint: bytes | None = None
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it is the first intent of a step: what `steps` counts."""
+        return self.kind == "intent" and (self.attempt == 1 or "continues" in self.fields)
 
 
 def seal(history: History, token: int, at: float, drafts: Iterable[Draft]) -> list[Sealed]:
@@ -48,7 +57,7 @@ def seal(history: History, token: int, at: float, drafts: Iterable[Draft]) -> li
     for kind, event, fields, payload, position, attempt, digest, salted, fingerprint in drafts:
         if event is not None:
             state = lifecycle.after(state, event, run_id)
-            if position is not None and kind in ("outcome", "parked"):
+            if position is not None and kind in PAUSES:
                 settled.add(position)
                 begun.discard(position)
                 if state is RunState.BLOCKED:  # by this very event: the others of this append are told
@@ -60,7 +69,7 @@ def seal(history: History, token: int, at: float, drafts: Iterable[Draft]) -> li
         if kind == "intent":
             begun.add(position)
             waiting.discard(position or "")
-            steps += attempt == 1
+            steps += attempt == 1 or "continues" in fields
         elif kind == "refused":
             refused += 1
         seq += 1

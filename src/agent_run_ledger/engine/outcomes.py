@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
-from agent_run_ledger.engine.call import Call
-from agent_run_ledger.engine.effects import Moment, Plan
+from agent_run_ledger.engine.call import Call, LeftBehind
+from agent_run_ledger.engine.effects import Moment, Plan, Result
 from agent_run_ledger.engine.history import StepHistory
 from agent_run_ledger.engine.live import LiveRun
 from agent_run_ledger.engine.log import Draft
-from agent_run_ledger.errors import StepCancelled, StepFailed, StepInDoubt, UnserialisableOutput
-from agent_run_ledger.model import Event, StepState
+from agent_run_ledger.errors import (
+    ApprovalDenied,
+    StepCancelled,
+    StepFailed,
+    StepInDoubt,
+    UnserialisableOutput,
+    WaitTimeout,
+)
+from agent_run_ledger.model import Effect, Event, StepState
 from agent_run_ledger.rules import backoff, canonical, digests, failures
+from agent_run_ledger.rules.classify import Classified, retry_after
 
 CLOSING = "closing"
 """The answer to what would end the run while other steps are in flight: they finish and are recorded first."""
@@ -30,6 +38,19 @@ def _outcome(step: StepHistory, ok: str, payload: bytes, may_repeat: bool) -> Dr
     return Draft("outcome", event, fields, payload, step.position, step.attempts)
 
 
+def left_behind(result: Result | None) -> LeftBehind:
+    """What a thread that had run out of time did in the end; None where it runs on."""
+    if result is None:
+        return LeftBehind(is_running=True, has_returned=False, value=None)
+    return LeftBehind(is_running=False, has_returned=result.error is None, value=result.value)
+
+
+def reconciled(draft: Draft) -> Draft:
+    """The same outcome, as it was learnt from the receiver or from an operator and not from the call itself."""
+    draft.fields["reconciled"] = True
+    return draft
+
+
 def returned(run: LiveRun, call: Call, step: StepHistory, value: Any) -> Draft:
     """The outcome of a function that returned; one whose value cannot be stored is recorded as executed, without it."""
     try:
@@ -37,24 +58,65 @@ def returned(run: LiveRun, call: Call, step: StepHistory, value: Any) -> Draft:
             value, limit=call.limit, what=f"the output of {call.tool!r}", declared=call.options.returns
         )
     except Exception as error:  # also what an object's own methods raise, or a warning that the program made an error
-        return raised(run, call, step, UnserialisableOutput(str(error), getattr(error, "path", "$")), ok="unstorable")
+        unstorable = UnserialisableOutput(str(error), getattr(error, "path", "$"))
+        return raised(run, call, step, unstorable, None, ok="unstorable")
     return _outcome(step, "completed", payload, call.options.may_repeat)
 
 
-def raised(run: LiveRun, call: Call, step: StepHistory, error: Exception, *, ok: str = "failed") -> Draft:
-    """An error as data; `error_id` is what the loop rules compare, since a traceback differs each time."""
+def raised(
+    run: LiveRun, call: Call, step: StepHistory, error: Exception, told: Classified | None, *, ok: str = "failed"
+) -> Draft:
+    """An error as data; `error_id` is what the loop rules compare, since a traceback differs each time.
+
+    `told` is what the error says about the call; None where nothing is left open.
+    """
     described = failures.describe(error)
     if ok == "unstorable":
         described["path"] = getattr(error, "path", "$")
     draft = _outcome(step, ok, canonical.encode(described), call.options.may_repeat)
     draft.fields["error_id"] = digests.salted(run.history.secret, failures.text(described).encode())
-    if failures.is_ambiguous(error):
+    if told is not None and told.verdict == "ambiguous":
         draft.fields["ambiguous"] = True
+    elif told is not None and leaves_open(run, call, step, error, told):
+        draft.fields["unproven"] = True
     return draft
 
 
-def settle(call: Call, draft: Draft, error: BaseException | None, run: LiveRun, moment: Moment) -> Plan:
-    """Write an outcome; a failure that may be retried says when, and one that is fatal ends the run."""
+def leaves_open(run: LiveRun, call: Call, step: StepHistory, error: Exception, told: Classified) -> bool:
+    """Whether a call that must not be made twice may have taken effect before it failed, for all that its error and its tool say."""
+    if call.options.retry is not None or told.is_executed_never or told.verdict == "fatal":
+        return False
+    return must_not_repeat(run, call, step) and not issubclass(type(error), (*call.options.raises, *call.options.fatal))
+
+
+def must_not_repeat(run: LiveRun, call: Call | None, step: StepHistory, now: float | None = None) -> bool:
+    """Whether a second dispatch could do harm, as far as is declared: by the call, or where there is none at the last dispatch.
+
+    A receiver that deduplicates does no harm, as long as it remembers the key.
+    """
+    effect = step.declared if call is None else call.options.effect or step.declared
+    if effect is Effect.IDEMPOTENT and call is not None and call.options.key_window is not None and now is not None:
+        return now - step.keyed_at > call.options.key_window
+    return effect is Effect.MUTATE or (effect is None and run.undeclared == "block")
+
+
+def resolved_with(step: StepHistory, output: bytes) -> Draft:
+    """The outcome that an operator knows of."""
+    return reconciled(_outcome(step, "completed", output, may_repeat=False))
+
+
+def waited(step: StepHistory, ok: str, payload: bytes) -> Draft:
+    """The outcome of a step that waited: what came, or that nothing did. No loop is made of it."""
+    return _outcome(step, ok, payload, may_repeat=True)
+
+
+def settle(
+    call: Call, draft: Draft, error: BaseException | None, run: LiveRun, moment: Moment, *, is_hopeless: bool = False
+) -> Plan:
+    """Write an outcome; a failure that may be retried says when, and one that is declared fatal ends the run.
+
+    `is_hopeless`: another try cannot help, as far as the error tells.
+    """
     step = run.history.positions[draft.position or ""]
     if step.outcome is not None:
         return Plan()  # that its program was interrupted and has gone on was written first, by another thread
@@ -65,8 +127,9 @@ def settle(call: Call, draft: Draft, error: BaseException | None, run: LiveRun, 
             return Plan([draft], answer=CLOSING)
         return Plan([draft, _fatal(step)], synced=True)
     retry = call.options.retry
-    if retry is not None and step.attempts_of_code < retry.max_attempts:
-        wait = backoff.delay(step.attempts_of_code - 1, retry, moment.draw, step.wait)
+    if retry is not None and not is_hopeless and step.attempts_of_code < retry.max_attempts:
+        wait = backoff.delay(max(0, step.attempts_of_code - 1), retry, moment.draw, step.wait)
+        wait = max(wait, retry_after(error, moment.now) or 0.0)
         later = {**draft.fields, "retry_at": moment.now + wait, "wait": wait}
         return Plan([draft._replace(event=Event.WAIT, fields=later)])
     return Plan([draft])
@@ -84,9 +147,14 @@ def _fatal(step: StepHistory) -> Draft:
     return Draft("aborted", Event.ABORT, {}, payload)
 
 
+def ambiguity(error: Exception) -> str:
+    """Why a step is in doubt whose call has failed."""
+    return f"{failures.text(failures.describe(error))} does not tell whether it took effect"
+
+
 def park_ambiguous(step: StepHistory, error: Exception, run: LiveRun, moment: Moment) -> Plan:
     """Park a run whose step failed in a way that leaves open whether it took effect, and must not be repeated."""
-    why = f"{failures.text(failures.describe(error))} does not tell whether it took effect"
+    why = ambiguity(error)
     doubt = in_doubt(run, step, why)
     doubt.__cause__ = error
     park = [] if step.state == StepState.BLOCKED else [parked_in_doubt(step, why)]
@@ -101,9 +169,11 @@ _INTERRUPTED = {
 }
 
 
-def cancelled(step: StepHistory, seen: dict[str, int]) -> Draft:
-    """The outcome of a step that was interrupted and whose program went on."""
+def cancelled(step: StepHistory, seen: dict[str, int], *, is_dispatched: bool = True) -> Draft:
+    """The outcome of a step that was interrupted and whose program went on. One that was dispatched may have taken effect."""
     draft = _outcome(step, "cancelled", canonical.encode(_INTERRUPTED), may_repeat=False)
+    if not is_dispatched:
+        draft.fields["undispatched"] = True
     draft.fields.update(seen)
     return draft
 
@@ -118,14 +188,23 @@ def missed(call: Call, step: StepHistory | None, seen: dict[str, int]) -> Draft:
     return Draft("missed", None, {"step": step.number, "tool": call.tool} | seen, None, call.position)
 
 
-def parked_in_doubt(step: StepHistory, why: str) -> Draft:
+class Standing(NamedTuple):
+    """A step as far as a park or a question names it, where its first intent goes into the same append."""
+
+    position: str
+    number: int
+    tool: str
+    attempts: int
+
+
+def parked_in_doubt(step: StepHistory | Standing, why: str) -> Draft:
     """The entry of a run that stands because nobody knows whether this step took effect."""
     fields = {"step": step.number, "step_state": StepState.BLOCKED}
     payload = canonical.encode({"reason": f"step {step.number}, {step.tool!r}, is in doubt: {why}"})
     return Draft("parked", Event.WAIT, fields, payload, step.position, step.attempts)
 
 
-def in_doubt(run: LiveRun, step: StepHistory, why: str) -> StepInDoubt:
+def in_doubt(run: LiveRun, step: StepHistory | Standing, why: str) -> StepInDoubt:
     """The error for whoever asked for it."""
     return StepInDoubt(run.run_id, step.number, step.tool, step.position, why)
 
@@ -147,6 +226,12 @@ def hand_out(
         value = canonical.decode(payload) if payload is not None else None
         return canonical.rebuild(call.options.returns, value) if call.options.returns is not None else value
     described = canonical.decode(payload) if payload is not None else {"type": "(erased)"}
+    if outcome.ok == "expired":
+        raise WaitTimeout(run.run_id, described.get("name", call.tool))
+    if outcome.ok == "denied":
+        raise ApprovalDenied(
+            run.run_id, described.get("name", call.tool), described.get("by", ""), described.get("reason", "")
+        )
     text = failures.text(described)
     if outcome.ok == "unstorable":
         raise UnserialisableOutput(

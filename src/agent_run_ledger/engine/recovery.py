@@ -9,6 +9,10 @@ from typing import Literal
 from agent_run_ledger.engine.history import StepHistory
 from agent_run_ledger.model import Effect, Receipt
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from agent_run_ledger.engine.call import Call
+
 DEFAULT_ATTEMPTS = 4
 """Dispatches of one step over crashes and reruns, where its tool has no retry policy."""
 
@@ -28,6 +32,19 @@ class Declaration:
 
 
 UNDECLARED = Declaration()
+
+
+def declaration(call: Call, *, undeclared: str) -> Declaration:
+    """What the tool of a call says about itself, in a ledger that treats undeclared effects as `undeclared` says."""
+    return Declaration(
+        effect=call.options.effect,
+        max_attempts=call.max_attempts,
+        has_receipt=call.options.receipt is not None,
+        key_window=call.options.key_window,
+        blocks_undeclared=undeclared == "block",
+        environment=call.environment,
+    )
+
 
 ActionKind = Literal["dispatch", "dispatch_undeclared", "ask", "record", "wait", "park", "dead_letter"]
 
@@ -57,14 +74,30 @@ def plan_recovery(
     actions = []
     for step in steps:
         declared = declarations.get(step.tool, UNDECLARED)
+        receipt = receipts.get(step.position)
         if step.outcome is None:
-            actions.append(_in_doubt(step, declared, receipts.get(step.position), now))
+            actions.append(in_doubt(step, declared, receipt, now))
         elif not step.stands:
-            actions.append(_again(step, declared, "its failure was not acted upon", step.outcome.retry_at))
+            actions.append(_failed(step, declared, receipt, now))
     return actions
 
 
-def _in_doubt(step: StepHistory, declared: Declaration, receipt: Receipt | None, now: float) -> Action:
+def _failed(step: StepHistory, declared: Declaration, receipt: Receipt | None, now: float) -> Action:
+    """A failure that was not acted upon is tried again, unless it may have taken effect and a second dispatch could do harm."""
+    assert step.outcome is not None
+    if step.outcome.is_open:
+        action = in_doubt(step, declared, receipt, now)
+        if action.kind not in ("dispatch", "dispatch_undeclared"):
+            return action
+    return _again(step, declared, "its failure was not acted upon", step.outcome.retry_at)
+
+
+def in_doubt(step: StepHistory, declared: Declaration, receipt: Receipt | None, now: float) -> Action:
+    """What may be done about a step of which it is not known whether it took effect: the table of effects."""
+    if step.waits is not None:
+        return Action("wait", step.position, _WAITS[step.waits], step.until)
+    if step.is_absent:
+        return _again(step, declared, "an operator has said that it did not take effect")
     effect = declared.effect or (Effect(step.effect) if step.effect else None)
     if effect is Effect.READ:
         return _again(step, declared, "it has no side effect")
@@ -76,7 +109,7 @@ def _in_doubt(step: StepHistory, declared: Declaration, receipt: Receipt | None,
         again = _again(step, declared, "its tool declares no effect")
         return again if again.kind == "dead_letter" else Action("dispatch_undeclared", step.position, again.reason)
     if effect is Effect.IDEMPOTENT:
-        if declared.key_window is None or now - step.created_at <= declared.key_window:
+        if declared.key_window is None or now - step.keyed_at <= declared.key_window:
             return _again(step, declared, "the receiver deduplicates on its idempotency key")
         why = "the receiver has forgotten its idempotency key"
     else:
@@ -84,12 +117,23 @@ def _in_doubt(step: StepHistory, declared: Declaration, receipt: Receipt | None,
     if not declared.has_receipt:
         return Action("park", step.position, f"{why}, and nobody can be asked whether it took effect")
     if receipt is None:
+        if step.unanswered >= declared.max_attempts:
+            return Action(
+                "park", step.position, f"the process ended {step.unanswered} times while its receiver was asked"
+            )
         return Action("ask", step.position, why)
     if receipt.verdict == "found":
         return Action("record", step.position, "the receiver has seen its idempotency key")
     if receipt.verdict == "absent":
         return _again(step, declared, "the receiver has never seen its idempotency key")
     return Action("wait", step.position, f"the receiver could not say: {receipt.reason}")
+
+
+_WAITS = {
+    "sleep": "it waits for its time to come",
+    "signal": "it waits for a signal",
+    "approval": "it waits for somebody's approval",
+}
 
 
 def _again(step: StepHistory, declared: Declaration, why: str, not_before: float | None = None) -> Action:

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from agent_run_ledger.contract import Request
 from agent_run_ledger.engine import admission
 from agent_run_ledger.engine.effects import Commit, Flow, GiveBack, Moment, Plan
 from agent_run_ledger.engine.history import History
@@ -172,31 +171,6 @@ def _abort(draft: Draft, run: LiveRun, moment: Moment) -> Plan:
     if run.is_busy:  # its outcome is written before anything ends the run
         return Plan(error=UnorderedStep(run.run_id, "abort_run", run.busy_with))
     return Plan([draft], synced=True)
-
-
-def honour(request: Request) -> Draft | None:
-    """The entry that answers a request of somebody else; None for a kind that only a newer version knows."""
-    if request.kind != "cancel":
-        return None
-    return Draft("cancelled", Event.CANCEL, {"request": request.id}, request.payload)
-
-
-def cancellation(by: str, reason: str) -> bytes:
-    """The payload of a request to cancel: who asks, and why."""
-    return stored({"reason": reason or f"cancelled by {by}", "by": by}, "the reason")
-
-
-def cancel(run: LiveRun, payload: bytes) -> Flow[bool]:
-    """End the run as CANCELLED, by its owner's own hand. False while a step is in flight: its outcome is written first."""
-    if done := (yield Commit(run, partial(_cancel, payload))):
-        yield GiveBack(run)
-    return bool(done)
-
-
-def _cancel(payload: bytes, run: LiveRun, moment: Moment) -> Plan:
-    if run.is_busy:
-        return Plan(answer=False)
-    return Plan([Draft("cancelled", Event.CANCEL, {}, payload)], answer=True, synced=True)
 
 
 def value(run: LiveRun, branch: Branch, position: str, name: str, fresh: Any) -> Flow[Any]:

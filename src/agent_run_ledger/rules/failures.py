@@ -44,10 +44,11 @@ def _record(
     error: BaseException, message_limit: int, traceback_limit: int, cause: dict[str, Any] | None
 ) -> dict[str, Any]:
     cls = type(error)
-    bases = [_qualified(base) for base in _MRO_OF(cls) if base is not object]
+    bases = [_qualified(base) for base in MRO_OF(cls) if base is not object]
+    module, name = names_of(cls)
     return {
-        "type": _storable(_QUALNAME_OF(cls), _NAME_LIMIT),
-        "module": _storable(str(_MODULE_OF(cls)), _NAME_LIMIT),
+        "type": _storable(name, _NAME_LIMIT),
+        "module": _storable(module, _NAME_LIMIT),
         "message": _storable(_message(error), message_limit),
         "bases": [_storable(base, 2 * _NAME_LIMIT) for base in bases[:_MAX_BASES]],
         "traceback": _storable(_traceback(error), traceback_limit, keep_end=True),
@@ -58,22 +59,31 @@ def _record(
 # Read through `type` and `BaseException` themselves: a class or an exception may hide these names behind anything.
 _QUALNAME_OF = type.__dict__["__qualname__"].__get__
 _MODULE_OF = type.__dict__["__module__"].__get__
-_MRO_OF = type.__dict__["__mro__"].__get__
-_CAUSE_OF = BaseException.__dict__["__cause__"].__get__
-_CONTEXT_OF = BaseException.__dict__["__context__"].__get__
-_SUPPRESSED_OF = BaseException.__dict__["__suppress_context__"].__get__
+MRO_OF = type.__dict__["__mro__"].__get__
+CAUSE_OF = BaseException.__dict__["__cause__"].__get__
+CONTEXT_OF = BaseException.__dict__["__context__"].__get__
+SUPPRESSED_OF = BaseException.__dict__["__suppress_context__"].__get__
 _FRAMES_OF = BaseException.__dict__["__traceback__"].__get__
 
 
+def names_of(cls: type) -> tuple[str, str]:
+    """The module and the qualified name of a class as plain text; `?` for a module that is none."""
+    try:
+        module = _MODULE_OF(cls)
+    except AttributeError:  # made where there was no module
+        module = None
+    return str.__str__(module) if issubclass(type(module), str) else "?", str.__str__(_QUALNAME_OF(cls))
+
+
 def _qualified(cls: type) -> str:
-    return f"{_MODULE_OF(cls)}.{_QUALNAME_OF(cls)}"
+    return ".".join(names_of(cls))
 
 
 def _message(error: BaseException) -> str:
     try:
         return str.__str__(str(error))  # what `__str__` returns may be of a subclass with ideas of its own
     except Exception as trouble:
-        return f"(its message could not be read: {_QUALNAME_OF(type(trouble))})"
+        return f"(its message could not be read: {names_of(type(trouble))[1]})"
 
 
 def _traceback(error: BaseException) -> str:
@@ -86,14 +96,14 @@ def _traceback(error: BaseException) -> str:
     try:
         return "".join(traceback.format_tb(frames, limit=-_MAX_FRAMES))
     except Exception as trouble:  # a source file that cannot be read, say
-        return f"(its traceback could not be read: {_QUALNAME_OF(type(trouble))})"
+        return f"(its traceback could not be read: {names_of(type(trouble))[1]})"
 
 
 def _cause(error: BaseException) -> BaseException | None:
     """What Python would print above the error."""
-    cause: BaseException | None = _CAUSE_OF(error)
-    if cause is None and not _SUPPRESSED_OF(error):
-        cause = _CONTEXT_OF(error)
+    cause: BaseException | None = CAUSE_OF(error)
+    if cause is None and not SUPPRESSED_OF(error):
+        cause = CONTEXT_OF(error)
     return cause
 
 
@@ -190,76 +200,3 @@ def _with_fixed_text(cls: type[BaseException], message: str) -> BaseException:
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__str__": lambda _: message}
     metaclass: Any = type(cls)
     return _with_text(metaclass(cls.__name__, (cls,), names), message)
-
-
-# --- ambiguity --------------------------------------------------------------------------------------------------------
-
-_AMBIGUOUS = frozenset(
-    {
-        "TimeoutError", "Timeout", "ConnectionError", "ConnectionAbortedError", "ConnectionResetError", "BrokenPipeError",
-        "IncompleteReadError", "BadStatusLine", "IncompleteRead", "RemoteDisconnected", "SMTPServerDisconnected",
-        "SSLEOFError", "TimeoutExpired",
-        # the usual clients of other people, by the names that they share
-        "TimeoutException", "ReadTimeout", "WriteTimeout", "ReadTimeoutError", "ReadError", "WriteError", "RemoteProtocolError",
-        "ProtocolError", "ChunkedEncodingError", "APITimeoutError", "APIConnectionError", "ServerDisconnectedError",
-        "ServerTimeoutError", "ClientPayloadError",
-    }
-)  # fmt: skip
-_NEVER_SENT = frozenset(
-    {
-        "ConnectionRefusedError", "ConnectTimeout", "ConnectTimeoutError", "ConnectError", "NewConnectionError",
-        "NameResolutionError", "PoolTimeout", "gaierror",
-    }
-)  # fmt: skip
-_GATEWAY_ERRORS = (502, 503, 504)
-_DEPTH = 8
-
-
-def is_ambiguous(error: BaseException) -> bool:
-    """Whether the receiver may have done what was asked although we got an error: timeouts, lost connections, 502, 503 and 504.
-
-    Told by the names of its classes, by an HTTP status that it carries, and by the errors that it stands for; nothing is imported. A
-    refused connection never reached the receiver. An error that is not known is not ambiguous.
-
-    >>> is_ambiguous(TimeoutError()), is_ambiguous(ConnectionRefusedError()), is_ambiguous(ValueError())
-    (True, False, False)
-    """
-    seen: set[int] = set()
-    waiting: list[object] = [error]
-    found = False
-    while waiting and len(seen) < _DEPTH:
-        each = waiting.pop(0)
-        if not issubclass(type(each), BaseException) or id(each) in seen:
-            continue
-        seen.add(id(each))
-        names = {_qualified(base).rpartition(".")[2] for base in _MRO_OF(type(each))}
-        if not names.isdisjoint(_NEVER_SENT):
-            return False
-        status = _status(each)
-        if status is not None:  # an answer came, and it says what it is
-            return status in _GATEWAY_ERRORS
-        found = found or not names.isdisjoint(_AMBIGUOUS)
-        waiting += [_quiet(each, "__cause__"), _quiet(each, "reason")]
-        if not _quiet(each, "__suppress_context__"):
-            waiting.append(_quiet(each, "__context__"))
-        arguments = _quiet(each, "args")
-        if type(arguments) is tuple:
-            waiting += arguments[:2]
-    return found
-
-
-def _status(error: object) -> int | None:
-    """The status of the HTTP answer that an error carries, as the usual clients spell it."""
-    for place in (_quiet(error, "response"), error):
-        for name in ("status_code", "status", "code"):
-            value = _quiet(place, name)
-            if type(value) is int and 300 <= value < 600:
-                return value
-    return None
-
-
-def _quiet(place: object, name: str) -> object:
-    try:
-        return getattr(place, name, None)
-    except Exception:  # an attribute may be any code
-        return None

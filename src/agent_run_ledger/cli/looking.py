@@ -1,0 +1,204 @@
+"""The commands that look: runs, show, verify, doctor."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import agent_run_ledger
+from agent_run_ledger.cli.shell import OK, PROBLEM, UsageError, command_for, data_of, opened_to_look, path_of, run_data
+from agent_run_ledger.cli.terminal import Progress, as_json, counted, cut, labelled, plain, table, took, when, width
+from agent_run_ledger.cli.waiting import Wait, data_of_waits, told, waits_of
+
+if TYPE_CHECKING:
+    from agent_run_ledger.model import Inspection
+
+_WIDE = 130
+"""From this many columns on a step's arguments are shown, too."""
+
+
+# --- runs -------------------------------------------------------------------------------------------------------------
+
+
+def runs(given: argparse.Namespace) -> int:
+    states = list(agent_run_ledger.RunState)
+    if given.status is not None and given.status not in states:
+        raise UsageError(f"there is no run state {given.status!r}; the states are {', '.join(states)}")
+    with opened_to_look(given) as ledger:
+        records = ledger.runs(given.status)
+        limit = given.limit if given.limit is not None else 0 if given.json else 50
+        shown = records[-limit:] if limit else records
+        status = PROBLEM if any(record.is_damaged for record in records) else OK
+        if given.json:
+            print(as_json({"runs": [run_data(record) for record in shown]}))
+            return status
+        if not records:
+            print("no runs" if given.status is None else f"no run is {given.status}")
+            return OK
+        if len(shown) < len(records):
+            print(f"the newest {len(shown)} of {len(records)} runs (--limit 0 shows all):")
+        heads = ("RUN", "STATUS", "STEPS", "UPDATED", "GOAL", "CAUSE")
+        print(table(heads, (_run_row(record, told(waits_of(ledger, record))) for record in shown), stretch=5))
+    return status
+
+
+def _run_row(record: agent_run_ledger.RunRecord, waits: str | None) -> tuple[str | None, ...]:
+    cause = record.cause or waits
+    updated = when(record.updated_at) if record.updated_at else ""
+    return (record.run_id, record.status, str(record.total_steps), updated, cut(record.goal, 40), cause)
+
+
+# --- show -------------------------------------------------------------------------------------------------------------
+
+
+def show(given: argparse.Namespace) -> int:
+    with opened_to_look(given) as ledger:
+        seen = ledger.inspect(given.run_id)
+        waits = waits_of(ledger, seen.run, seen.steps)
+    record, is_seen = seen.run, seen.is_owner_seen
+    limit = given.steps if given.steps is not None else 0 if given.json else 50
+    shown = seen.steps[-limit:] if limit else seen.steps
+    status = PROBLEM if seen.trouble or record.is_damaged else OK
+    if given.json:
+        steps = [
+            data_of(step) | {"environment": environment}
+            for step, environment in zip(seen.steps, seen.environments, strict=True)
+        ]
+        data = {
+            "run": run_data(record),
+            "steps": steps[-limit:] if limit else steps,
+            "is_waiting_for_its_program": seen.is_waiting,
+            "waits_for": list(data_of_waits(waits)),
+            "steps_in_doubt": [] if is_seen else seen.in_doubt,
+            "redispatched_undeclared": seen.redispatched,
+            "trouble": seen.trouble,
+        }
+        print(as_json(data))
+        return status
+    print(_described(record, is_seen))
+    if shown:
+        print()
+    if len(shown) < len(seen.steps):
+        print(f"the last {len(shown)} of {len(seen.steps)} steps (--steps 0 shows all):")
+    if shown:
+        heads = ["STEP", "TOOL", "STATE", "ATTEMPTS", "EFFECT", "TOOK", "OUTPUT OR ERROR"]
+        rows = [_step_row(step, [] if is_seen else seen.in_doubt, seen.redispatched) for step in shown]
+        if width() >= _WIDE:
+            heads.insert(6, "ARGUMENTS")
+            for row, step in zip(rows, shown, strict=True):
+                row.insert(6, cut(step.arguments_json, 40))
+        print(table(heads, rows, stretch=len(heads) - 1))
+    notes = list(_notes(given, seen, shown, waits))
+    if notes:
+        print()
+    for note in notes:
+        print(note)
+    return status
+
+
+def _described(record: agent_run_ledger.RunRecord, is_seen: bool) -> str:
+    owner = record.owner and f"{record.owner} ({'alive' if is_seen else 'not seen alive on this machine'})"
+    facts: list[tuple[str, Any]] = [
+        ("run", record.run_id),
+        ("goal", record.goal),
+        ("status", record.status),
+        ("cause", record.cause),
+        ("steps", record.total_steps),
+        ("created", when(record.created_at) if record.created_at else None),
+        ("updated", when(record.updated_at) if record.updated_at else None),
+        ("owner", owner),
+        ("fencing token", record.fencing_token),
+        ("result", None if record.result is None else repr(record.result)),
+    ]
+    return labelled(facts, columns=400)
+
+
+def _step_row(
+    step: agent_run_ledger.StepRecord, in_doubt: Sequence[int], redispatched: Sequence[int]
+) -> list[str | None]:
+    state = f"{step.state}{' (in doubt)' if step.step_number in in_doubt else ''}"
+    attempts = str(step.attempts) + (" !" if step.step_number in redispatched else "")
+    duration = took(step.completed_at - step.created_at) if step.completed_at is not None else ""
+    said = step.error_message if step.error_message is not None else step.output_json
+    effect = step.effect or "undeclared"
+    return [str(step.step_number), step.tool_name, state, attempts, effect, duration, said]
+
+
+def _notes(
+    given: argparse.Namespace, seen: Inspection, shown: Sequence[agent_run_ledger.StepRecord], waits: Sequence[Wait]
+) -> Iterator[str]:
+    """What a person has to know of the run, and the commands that help."""
+    run_id = seen.run.run_id
+    if any(step.step_number in seen.redispatched for step in shown):
+        yield (
+            "! dispatched again after a crash although its tool declares no effect: it may have happened twice. Declare effect= "
+            "for the tool."
+        )
+    for wait in waits:
+        yield f"This run waits for {plain(wait.what)}."
+        if wait.kind in ("program", "receipt"):
+            yield "Start its program again, and it goes on where it stands."
+        elif wait.kind == "resolve":
+            yield "Look in the outside world first; then one of these shows what it would do, and does it with --yes:"
+            yield f"  {command_for(given, *wait.words, output='JSON')}"
+            yield f"  {command_for(given, *wait.words, not_executed=True)}"
+        elif wait.words:
+            yield f"  {command_for(given, *wait.words)}"
+    if seen.run.status == "DEAD_LETTER":
+        yield "What led there, and a new run that goes on from it:"
+        yield f"  {command_for(given, 'trace', run_id)}"
+        yield f"  {command_for(given, 'redrive', run_id)}"
+    if seen.trouble:
+        yield plain(f"PROBLEM: {seen.trouble}")
+
+
+# --- verify -----------------------------------------------------------------------------------------------------------
+
+
+def verify(given: argparse.Namespace) -> int:
+    progress = Progress(sys.stderr)
+    with opened_to_look(given) as ledger:
+        try:
+            report = ledger.verify(given.run_id, told=progress.checked)
+        finally:
+            progress.clear()
+    if given.json:
+        print(as_json(asdict(report)))
+        return OK if report.ok else PROBLEM
+    print(
+        f"{counted(report.entries, 'entry', 'entries')} of {counted(report.runs, 'run', 'runs')}: "
+        f"{counted(len(report.findings), 'finding', 'findings')}"
+    )
+    if report.findings:
+        print()
+        rows = (
+            (each.run_id, "" if each.seq is None else str(each.seq), each.code, each.message)
+            for each in report.findings
+        )
+        print(table(("RUN", "ENTRY", "CODE", "MESSAGE"), rows, stretch=3))
+    print()
+    print(
+        "This proves that the database agrees with itself: damage and careless changes are found. Who can write the file can\n"
+        "rebuild it whole, or put an older copy in its place; only a tree head kept elsewhere finds that."
+    )
+    return OK if report.ok else PROBLEM
+
+
+# --- doctor -----------------------------------------------------------------------------------------------------------
+
+
+def doctor(given: argparse.Namespace) -> int:
+    from agent_run_ledger.cli.doctor import examine
+
+    checks = list(examine(path_of(given)))
+    ok = all(check.level != "problem" for check in checks)
+    if given.json:
+        print(as_json({"ok": ok, "checks": [data_of(check) for check in checks]}))
+        return OK if ok else PROBLEM
+    width = max(len(check.name) for check in checks)
+    for check in checks:
+        print(f"{check.level:<8} {check.name:<{width}}  {plain(check.message)}")
+    return OK if ok else PROBLEM

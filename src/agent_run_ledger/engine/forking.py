@@ -1,0 +1,78 @@
+"""A new run made from another one: which of its entries are carried over, and how they read there."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable
+from typing import Any
+
+from agent_run_ledger.contract import Row
+from agent_run_ledger.engine.history import History, parse
+from agent_run_ledger.engine.log import Draft
+from agent_run_ledger.errors import InvalidArguments
+from agent_run_ledger.model import Event
+from agent_run_ledger.rules import canonical
+
+_STEP_KINDS = frozenset({"intent", "outcome", "missed", "redispatched_undeclared"})
+_MADE_ANEW = ("run", "seq", "kind", "token", "state", "steps", "refused", "position", "attempt", "payload", "signal")
+
+
+def carried(
+    history: History, rows: Iterable[Row], before: int, told: dict[str, str], limits: dict[str, Any]
+) -> list[Draft]:
+    """The entries of a new run that stands where the run of `history` stood before its step number `before` began.
+
+    `rows` are that run's entries, whole. Steps keep their keys, their times and what they returned; what others did to the run, and
+    where it stood and ended, is left behind. `told` is who makes it and why, `limits` what the new run may do.
+    Raises `InvalidArguments` where something that has to be carried was erased.
+    """
+    drafts: list[Draft] = []
+    outcomes: list[int] = []
+    places: dict[int, int] = {}
+    until = min((step.seq for step in history.positions.values() if step.number >= before), default=history.size + 1)
+    for row in rows:
+        body = parse(row.body)
+        if row.kind == "created":
+            kept: dict[str, Any] = {name: body[name] for name in ("format", "pipeline", "agent", "parent") if name in body}
+            drafts.append(
+                Draft("created", None, {**kept, "forked_from": history.run_id, **limits}, _payload(row, body))
+            )
+            continue
+        step = history.positions.get(row.position or "")
+        is_carried = (row.kind in _STEP_KINDS and step is not None and step.number < before) or (
+            row.kind in ("value", "missed") and step is None and row.seq < until
+        )
+        if not is_carried:
+            continue
+        fields = {name: value for name, value in body.items() if name not in _MADE_ANEW} | {"carried": True}
+        if "seen" in fields:
+            at = bisect_right(outcomes, fields["seen"])
+            fields["seen"] = places[outcomes[at - 1]] if at else min(fields["seen"], 1)
+        if row.kind == "outcome":
+            outcomes.append(row.seq)
+            places[row.seq] = len(drafts) + 1
+        drafts.append(
+            Draft(row.kind, _event(row.kind, body), fields, _payload(row, body), row.position, row.attempt, row.digest,
+                  None, row.fingerprint)
+        )  # fmt: skip
+    fields = {"from": history.run_id, "size": history.size, "root": history.root.hex()}
+    drafts.append(Draft("forked", None, fields, canonical.encode(told)))
+    return drafts
+
+
+def _payload(row: Row, body: dict[str, Any]) -> bytes | None:
+    if row.payload is None and "payload" in body:
+        raise InvalidArguments(
+            f"run {body['run']!r}, entry {row.seq}: its payload was erased, so no run can be made that carries it; nothing was written"
+        )
+    return row.payload
+
+
+def _event(kind: str, body: dict[str, Any]) -> Event | None:
+    if kind == "intent":
+        return Event.START_STEP
+    if kind != "outcome":
+        return None
+    if "retry_at" in body:
+        return Event.WAIT
+    return Event.STEP_SUCCESS if body["ok"] == "completed" else Event.STEP_ERROR

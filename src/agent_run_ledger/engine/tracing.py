@@ -1,0 +1,79 @@
+"""What happened to a run, line by line, for whoever has to find out why it stands where it does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from agent_run_ledger.contract import Row
+from agent_run_ledger.engine.history import parse
+from agent_run_ledger.model import TraceLine
+from agent_run_ledger.rules import canonical, failures
+
+
+def trace(rows: Iterable[Row]) -> list[TraceLine]:
+    """Every entry but recorded values, in log order. `rows` are whole."""
+    lines: list[TraceLine] = []
+    numbers: dict[str | None, tuple[int, str]] = {}
+    for row in rows:
+        body = parse(row.body)
+        if row.kind == "value":
+            continue
+        if row.kind == "intent":
+            numbers.setdefault(row.position, (body["step"], body["tool"]))
+        number, tool = numbers.get(row.position, (None, body.get("tool"))) if row.position else (None, None)
+        lines.append(TraceLine(row.seq, body["at"], _event(row, body), number, tool, row.attempt, _text(row, body)))
+    return lines
+
+
+def _event(row: Row, body: dict[str, Any]) -> str:
+    """What happened, in a word."""
+    kind = row.kind
+    if kind == "intent":
+        return "dispatched" if "undispatched" not in body else "taken over"
+    if kind == "outcome":
+        ok = str(body["ok"])
+        return f"reconciled, {ok}" if "reconciled" in body else ok
+    if kind == "answered":
+        return f"receipt {body['verdict']}"
+    if kind == "resolved":
+        return "resolved" if body["executed"] else "resolved, not executed"
+    return {"asked": "receipt asked", "exhausted": "dead letter", "redispatched_undeclared": "undeclared"}.get(
+        kind, kind
+    )
+
+
+def _text(row: Row, body: dict[str, Any]) -> str:
+    payload = canonical.decode(row.payload) if row.payload is not None and row.encoding is None else None
+    told = (
+        f" (by {payload['by']})"
+        if isinstance(payload, dict) and payload.get("by") and row.kind not in ("intent", "outcome")
+        else ""
+    )
+    match row.kind:
+        case "created":
+            return f"goal: {payload['goal']}" if payload else ""
+        case "intent":
+            parts = [f"key {body['key'][:12]}…", f"effect {body.get('effect', 'undeclared')}"]
+            if "continues" in body:
+                parts.append(f"continues the call at {body['continues']}")
+            return ", ".join(parts)
+        case "outcome":
+            said = failures.text(payload) if body["ok"] in ("failed", "cancelled", "unstorable") and payload else ""
+            if "ambiguous" in body:
+                said += "; it may have taken effect"
+            elif "unproven" in body:
+                said += "; that does not prove that it took no effect"
+            if "retry_at" in body:
+                said += f"; tried again after {body['wait']:.1f} s"
+            return said
+        case "waiting":
+            return ""
+        case "signal":
+            return f"{body['name']}{told}"
+        case "declined":
+            return f"{body['asked']}: {payload['reason'] if payload else ''}{told}"
+        case "forked":
+            return f"from run {body['from']}, {body['size']} entries{told}: {payload['reason'] if payload else ''}"
+        case _:
+            return f"{payload.get('reason') or ''}{told}".strip() if isinstance(payload, dict) else ""

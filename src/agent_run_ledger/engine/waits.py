@@ -1,0 +1,76 @@
+"""Durable waits: a time, a signal, somebody's approval. A wait is a step that calls nobody, and needs no owner while it lasts."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from agent_run_ledger.engine import admission
+from agent_run_ledger.engine.call import Call, DurableWait
+from agent_run_ledger.engine.deciding import commit
+from agent_run_ledger.engine.effects import Fetch, Flow, Moment, Plan, Rest
+from agent_run_ledger.engine.history import Signal, StepHistory
+from agent_run_ledger.engine.live import LiveRun
+from agent_run_ledger.engine.log import Draft
+from agent_run_ledger.engine.outcomes import waited
+from agent_run_ledger.model import Event, StepState
+from agent_run_ledger.rules import canonical
+
+
+def waiting(wait: DurableWait, intent: Draft, moment: Moment) -> Draft:
+    """The entry that says that a run waits. What it waits for, and until when, stands in the intent, from the first time on."""
+    intent.fields["waits"] = wait.sort
+    if wait.seconds is not None:
+        intent.fields["until"] = moment.now + wait.seconds
+    fields = {"step": intent.fields["step"], "step_state": StepState.BLOCKED}
+    return Draft("waiting", Event.WAIT, fields, None, intent.position, intent.attempt)
+
+
+def rest(run: LiveRun, call: Call, step: StepHistory) -> Flow[None]:
+    """Wait until what the call waits for has come, or its time has."""
+    while True:
+        yield from commit(run, call, partial(_come, call))
+        this = run.history.positions.get(call.position)
+        if this is None or this.outcome is not None or run.made.get(call.position) is not call:
+            return
+        yield Rest(run, call, this.until)
+
+
+def _come(call: Call, run: LiveRun, moment: Moment) -> Plan:
+    step, wait = run.history.positions.get(call.position), call.wait
+    if step is None or wait is None or step.outcome is not None or run.made.get(call.position) is not call:
+        return Plan()
+    if (ending := admission.ending(run)) is not None:
+        return Plan(error=ending)
+    if wait.sort != "sleep" and (signal := _signal(run, step, wait)) is not None:
+        if signal.payload is None and signal.seq not in call.fetched:
+            return Plan(answer=Fetch(run, signal.seq))
+        sent = signal.payload or call.fetched.get(signal.seq)
+        told = canonical.decode(sent) if sent is not None else {"by": "", "value": None}
+        return Plan([_taken(step, wait, signal, told)])
+    if step.until is None or moment.now < step.until:
+        return Plan()
+    if wait.sort == "sleep":
+        return Plan([waited(step, "completed", canonical.encode(None))])
+    return Plan([waited(step, "expired", canonical.encode({"name": wait.name}))])
+
+
+def _signal(run: LiveRun, step: StepHistory, wait: DurableWait) -> Signal | None:
+    """The first that was sent in time, whenever it is read; an answer to a request for approval must be to these very arguments."""
+    of = step.input if wait.sort == "approval" else None
+    for signal in run.history.signals.get(wait.name, ()):
+        if signal.digest == of and (step.until is None or signal.sent <= step.until):
+            return signal
+    return None
+
+
+def _taken(step: StepHistory, wait: DurableWait, signal: Signal, told: dict[str, object]) -> Draft:
+    if wait.sort == "signal":
+        draft = waited(step, "completed", canonical.encode(told["value"]))
+    else:
+        said = {"by": told["by"], "reason": told["value"], "at": signal.sent}
+        if signal.has_approved:
+            draft = waited(step, "completed", canonical.encode(said))
+        else:
+            draft = waited(step, "denied", canonical.encode({**said, "name": wait.name}))
+    draft.fields["signal"] = signal.seq
+    return draft

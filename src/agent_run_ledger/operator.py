@@ -1,0 +1,309 @@
+"""The operator's hand: what others than its program may ask of a run, and see of it. Every act is an entry with who and why."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from agent_run_ledger.drivers import reading
+from agent_run_ledger.engine import forking, recovery, requests, runs, tracing
+from agent_run_ledger.engine.recovery import Declaration
+from agent_run_ledger.errors import ApprovalMismatch, IllegalTransition, InvalidArguments, RunOwned
+from agent_run_ledger.model import (
+    ApprovalRequest,
+    Budget,
+    PlannedAction,
+    RunRecord,
+    RunState,
+    TraceLine,
+)
+from agent_run_ledger.rules import canonical
+from agent_run_ledger.rules.names import check_name
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from agent_run_ledger.contract import Clock, Row, Store
+    from agent_run_ledger.drivers.leases import HeldRun, Leases
+    from agent_run_ledger.drivers.sync import SyncDriver
+    from agent_run_ledger.engine.history import History, StepHistory
+
+
+class _Unsaid:
+    """Nothing was given, which is something else than None."""
+
+    def __repr__(self) -> str:
+        return "..."
+
+
+_UNSAID: Any = _Unsaid()
+
+
+class Operator:
+    """What a ledger lets people and other programs do about a run. Each act takes `by=`, who does it, and `reason=`.
+
+    Where somebody owns the run, the owner does it as soon as none of its steps is in flight; else it is done here and now.
+    """
+
+    _store: Store
+    _clock: Clock
+    _leases: Leases
+    _driver: SyncDriver
+    _payload_limit: int
+
+    if TYPE_CHECKING:
+
+        def _run(self, run_id: str) -> HeldRun: ...
+        def get_run(self, run_id: str) -> RunRecord: ...
+        def runs(self, status: str | None = None) -> list[RunRecord]: ...
+
+    # --- acts ---------------------------------------------------------------------------------------------------------
+
+    def cancel(self, run_id: str, *, by: str = "", reason: str = "") -> None:
+        """End a run as CANCELLED: at once where nobody works on it, else by its owner before its next step.
+
+        A step in flight finishes and is recorded first. Raises `RunNotFound` and, for a run that has ended, `IllegalTransition`.
+        """
+        who = self._who(by)
+        self._ask(run_id, "cancel", {"reason": _reason(reason) or f"cancelled by {who}"}, who)
+
+    def resolve(
+        self,
+        run_id: str,
+        step_number: int,
+        *,
+        output: Any = _UNSAID,
+        executed: bool = True,
+        by: str = "",
+        reason: str = "",
+    ) -> None:
+        """Say what became of a step in doubt: that it took effect and returned `output`, or with `executed=False` that it did not.
+
+        Then the next start of the program gets that output, or dispatches the step again with the same key and a fresh count of
+        attempts. A step whose failure nobody has acted upon may be resolved, too. Raises `IllegalTransition` for any other.
+        """
+        if type(step_number) is not int:
+            raise InvalidArguments(f"step_number is a whole number, not {step_number!r}; nothing was written")
+        if executed is (output is _UNSAID):
+            wanted = "output=, which may be None" if executed else "no output="
+            raise InvalidArguments(f"resolve(executed={executed}) takes {wanted}; nothing was written")
+        said: dict[str, Any] = {"step": step_number, "executed": bool(executed), "reason": _reason(reason)}
+        if executed:
+            said["output"] = canonical.decode(runs.stored(output, "the output", self._payload_limit))
+        self._ask(run_id, "resolve", said, self._who(by))
+
+    def release(self, run_id: str, *, by: str = "", reason: str = "") -> None:
+        """Let a run out of QUARANTINE: what halted it is counted afresh. Raises `IllegalTransition` for any other run."""
+        self._ask(run_id, "release", {"reason": _reason(reason)}, self._who(by))
+
+    def signal(self, run_id: str, name: str, payload: Any = None, *, by: str = "") -> None:
+        """Send something to the run, by name. One `run.wait_for(name)` takes it, the one that waits or the next that will.
+
+        What is sent is kept in order. Raises `RunNotFound` and, for a run that has ended, `IllegalTransition`.
+        """
+        value = canonical.decode(runs.stored(payload, "the signal", self._payload_limit))
+        self._send(run_id, "signal", {"name": check_name("signal", name), "value": value}, by)
+
+    def approvals(self, run_id: str | None = None) -> list[ApprovalRequest]:
+        """What runs wait for somebody to approve, oldest first; of one run where `run_id` is given."""
+        ids = [run_id] if run_id is not None else [run.run_id for run in self.runs() if _is_open(run)]
+        found = [self._asked_for(history, step) for history, step in self._unanswered(ids)]
+        return sorted(found, key=lambda request: request.asked_at)
+
+    def approve(self, run_id: str, name: str, digest: str, *, by: str = "", reason: str = "") -> None:
+        """Approve what the run asks approval for under this name: those very bytes, which `digest` names (`approvals` shows it).
+
+        Raises `ApprovalMismatch` where the run asks for no such thing, or does not any more.
+        """
+        self._answer(run_id, name, digest, True, by, reason)
+
+    def deny(self, run_id: str, name: str, digest: str, *, by: str = "", reason: str = "") -> None:
+        """Say no to what the run asks approval for: its program gets `ApprovalDenied`. Raises as `approve` does."""
+        self._answer(run_id, name, digest, False, by, reason)
+
+    def redrive(
+        self,
+        run_id: str,
+        *,
+        max_steps: int | None = None,
+        budget: Budget | None = None,
+        new_run_id: str | None = None,
+        by: str = "",
+        reason: str = "",
+    ) -> str:
+        """Make a new run from one that is FAILED or DEAD_LETTER, and return its id. The old one stays as it is; nothing is started.
+
+        It has all steps of the old one with their outcomes and keys, so that nothing is paid again; attempts and loops count afresh,
+        and `max_steps` or `budget` raise the limit that ended it. Start its program with the new id.
+        """
+        state = RunState(self.get_run(run_id).status)
+        if state not in (RunState.FAILED, RunState.DEAD_LETTER):
+            raise IllegalTransition(state, "REDRIVE", run_id)
+        history = reading.read(self._store, run_id)
+        return self._fork(history, history.steps + 1, max_steps, budget, new_run_id, by, reason)
+
+    def fork(
+        self, run_id: str, from_step: int, *, new_run_id: str | None = None, by: str = "", reason: str = ""
+    ) -> str:
+        """Make a new run that stands where this one stood before its step number `from_step` began, and return its id.
+
+        The steps before are carried with their outcomes and keys. The run itself stays as it is, and nothing is started.
+        """
+        history = reading.read(self._store, check_name("run_id", run_id))
+        if type(from_step) is not int or not 1 <= from_step <= history.steps + 1:
+            raise InvalidArguments(
+                f"from_step is a number from 1 to {history.steps + 1}, for run {run_id!r} has {history.steps} steps; not {from_step!r}"
+            )
+        return self._fork(history, from_step, None, None, new_run_id, by, reason)
+
+    # --- looking ------------------------------------------------------------------------------------------------------
+
+    def dead_letters(self) -> list[RunRecord]:
+        """The runs that are DEAD_LETTER, oldest first; `trace` tells what led there."""
+        return self.runs(RunState.DEAD_LETTER)
+
+    def trace(self, run_id: str) -> list[TraceLine]:
+        """What happened to the run, in order: every attempt, error, question, answer and refusal, and what operators did."""
+        return tracing.trace(self._whole(self.get_run(run_id).run_id))
+
+    def plan(self, run_id: str) -> list[PlannedAction]:
+        """What the next start of the run's program would do about each step that is not settled.
+
+        By what was declared when the step was dispatched last; a tool that is registered here declares it anew.
+        """
+        history = reading.read(self._store, self.get_run(run_id).run_id)
+        if history.state.is_terminal:
+            return []
+        now, planned = self._clock.now(), []
+        for step in history.positions.values():
+            declared = self._declared(step)
+            for action in recovery.plan_recovery([step], {step.tool: declared}, {}, now):
+                why = action.reason, action.not_before
+                planned.append(PlannedAction(step.number, step.tool, step.position, action.kind, *why))
+        return planned
+
+    def _declared(self, step: StepHistory) -> Declaration:
+        """What is declared about a step's tool, as far as this ledger knows: what was said at its last dispatch."""
+        return Declaration(
+            effect=step.declared,
+            max_attempts=step.attempts_of_code + step.left,
+            has_receipt=step.has_receipt,
+            key_window=step.key_window,
+            blocks_undeclared=self._leases.undeclared == "block",
+        )
+
+    # --- how ----------------------------------------------------------------------------------------------------------
+
+    def _who(self, by: str) -> str:
+        return check_name("by", by) if by else self._leases.owner
+
+    def _ask(self, run_id: str, kind: str, said: dict[str, Any], who: str) -> None:
+        """Do it here, or have the owner do it."""
+        run = self._run(run_id)
+        said = {**said, "by": who}
+        try:
+            self._leases.await_claim(run, None)
+            if self._driver.obey(requests.act(run, kind, said, who)):
+                return
+        except RunOwned:
+            pass
+        self._store.post(run_id, kind, canonical.encode(said), who, self._clock.now())
+        try:  # the owner may have let go of the run before it could see what was posted: then it is answered here
+            self._leases.await_claim(run, None)
+            with run.lock:
+                if run.is_held:
+                    self._leases.fetch_requests(run)
+            self._driver.obey(requests.answer(run))
+        except RunOwned:
+            pass
+
+    def _send(self, run_id: str, kind: str, said: dict[str, Any], by: str) -> None:
+        who = self._who(by)
+        state = RunState(self.get_run(run_id).status)
+        if state.is_terminal:
+            raise IllegalTransition(state, kind.upper(), run_id)
+        self._store.post(run_id, kind, canonical.encode({**said, "by": who}), who, self._clock.now())
+
+    def _answer(self, run_id: str, name: str, digest: str, approved: bool, by: str, reason: str) -> None:
+        self.get_run(run_id)
+        now = self._clock.now()
+        asked = [
+            step for _, step in self._unanswered([run_id]) if step.digest is not None and step.digest.hex() == digest
+        ]
+        if not any(self._name(run_id, step) == name and (step.until is None or now < step.until) for step in asked):
+            raise ApprovalMismatch(
+                f"run {run_id!r} does not ask anybody to approve {name!r} with the digest {digest!r}, or does not any more; nothing was "
+                "written. `approvals` shows what is asked for."
+            )
+        said = {"name": name, "digest": digest, "approved": approved, "reason": _reason(reason)}
+        self._send(run_id, "approval", said, by)
+
+    def _unanswered(self, ids: list[str]) -> Iterator[tuple[History, StepHistory]]:
+        for run_id in ids:
+            history = reading.read(self._store, check_name("run_id", run_id))
+            for step in history.positions.values() if not history.state.is_terminal else ():
+                if step.waits == "approval" and step.outcome is None:
+                    yield history, step
+
+    def _arguments(self, run_id: str, step: StepHistory) -> bytes | None:
+        return step.arguments if step.arguments is not None else self._store.payload(run_id, step.seq)
+
+    def _name(self, run_id: str, step: StepHistory) -> str:
+        arguments = self._arguments(run_id, step)
+        return canonical.decode(arguments)["name"] if arguments is not None else ""
+
+    def _asked_for(self, history: History, step: StepHistory) -> ApprovalRequest:
+        arguments = self._arguments(history.run_id, step)
+        return ApprovalRequest(
+            history.run_id,
+            self._name(history.run_id, step),
+            step.position,
+            arguments.decode() if arguments is not None else None,
+            step.digest.hex() if step.digest is not None else "",
+            step.created_at,
+            step.until,
+        )
+
+    def _whole(self, run_id: str) -> Iterator[Row]:
+        for page in reading.pages(self._store, run_id):
+            yield from (reading.whole(self._store, run_id, row) for row in page)
+
+    def _fork(
+        self,
+        history: History,
+        before: int,
+        max_steps: int | None,
+        budget: Budget | None,
+        new_run_id: str | None,
+        by: str,
+        reason: str,
+    ) -> str:
+        limits: dict[str, Any] = {}
+        if budget is not None and not isinstance(budget, Budget):
+            raise TypeError(f"budget is a Budget, not {budget!r}")
+        steps = budget.steps if budget is not None and budget.steps is not None else max_steps
+        if steps is not None:
+            if type(steps) is not int or steps < 1:
+                raise ValueError(f"max_steps must be a whole number of at least 1, not {steps!r}")
+            limits["max_steps"] = steps
+        if budget is not None and budget.deadline is not None:
+            limits["deadline"] = budget.deadline.timestamp()
+        name = f"run_{os.urandom(10).hex()}" if new_run_id is None else check_name("new_run_id", new_run_id)
+        told = {"by": self._who(by), "reason": _reason(reason)}
+        drafts = forking.carried(history, self._whole(history.run_id), before, told, limits)
+        run = self._leases.create(name, drafts)
+        if run is None:
+            raise InvalidArguments(f"there is a run {name!r} already; nothing was written")
+        self._leases.give_back(run)
+        return name
+
+
+def _reason(reason: str) -> str:
+    runs.stored(reason, "the reason", 10_000)
+    if not isinstance(reason, str):
+        raise InvalidArguments(f"reason is a string, not {reason!r}; nothing was written")
+    return reason
+
+
+def _is_open(run: RunRecord) -> bool:
+    return not run.is_damaged and not RunState(run.status).is_terminal

@@ -1,0 +1,108 @@
+"""Recovery: go on with every run whose program is registered here and that nobody works on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from agent_run_ledger.agents import Agent, Start, abegin, child_of, run_to_its_end
+from agent_run_ledger.drivers import reading
+from agent_run_ledger.drivers.sync import Suspended
+from agent_run_ledger.engine.history import History, StepHistory, parse
+from agent_run_ledger.errors import RunOwned, StoreError
+from agent_run_ledger.model import RunState
+from agent_run_ledger.rules import canonical
+
+if TYPE_CHECKING:
+    from agent_run_ledger.contract import Store, Summary
+    from agent_run_ledger.ledger import AgentRunLedger
+
+
+def recover(ledger: AgentRunLedger, agents: Mapping[str, Agent]) -> list[str]:
+    """See `AgentRunLedger.recover`."""
+    ended: list[str] = []
+    tried: set[str] = set()
+    while True:
+        has_gone_on = False
+        for summary in ledger._store.summaries():
+            run_id = summary.head.run_id
+            agent = _program_of(summary, agents)
+            if agent is None or run_id in tried or _rests(ledger, summary, agents):
+                continue
+            tried.add(run_id)
+            result = _go_on(ledger, agent, run_id)
+            if result == "ended":
+                ended.append(run_id)
+            elif result == "waits":  # once what it waits for comes, it goes on
+                tried.discard(run_id)
+            has_gone_on = has_gone_on or result != "owned"
+        if not has_gone_on:
+            return ended
+
+
+def _program_of(summary: Summary, agents: Mapping[str, Agent]) -> Agent | None:
+    """The agent whose run this is, if it is registered here and the run has not ended."""
+    try:
+        begun = parse(summary.first.body)
+        state = RunState(parse(summary.last.body)["state"])
+        agent = begun.get("agent")
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return None  # damaged: nobody may act upon it
+    if state.is_terminal or state is RunState.QUARANTINE or not isinstance(agent, str):
+        return None
+    return agents.get(agent)
+
+
+def _rests(ledger: AgentRunLedger, summary: Summary, agents: Mapping[str, Agent]) -> bool:
+    """Whether everything that the run could do waits for what has not come: it need not be begun to know that."""
+    head = summary.head
+    if head.owner is not None:
+        return False
+    try:
+        history = reading.read(ledger._store, head.run_id)
+    except StoreError:  # damaged: whoever begins it is told
+        return False
+    open_steps = [each for each in history.positions.values() if each.outcome is None]
+    if not open_steps or head.inbox > history.honoured:
+        return False
+    now = ledger._clock.now()
+    return all(_is_waiting(ledger, history, each, now, agents) for each in open_steps)
+
+
+def _is_waiting(
+    ledger: AgentRunLedger, history: History, recorded: StepHistory, now: float, agents: Mapping[str, Agent]
+) -> bool:
+    if recorded.waits is not None:
+        has_come = recorded.until is not None and now >= recorded.until
+        return not has_come and not any(history.signals.values())
+    if recorded.tool not in agents:
+        return False
+    child = next(iter(ledger._store.summaries(child_of(recorded.key))), None)
+    return child is not None and _rests(ledger, child, agents)
+
+
+def _go_on(ledger: AgentRunLedger, agent: Agent, run_id: str) -> str:
+    """Begin the program of one run. What stops it is written in its log, and stops no other run."""
+    given = _input(ledger._store, run_id)
+    start = Start(agent, given, run_id, None, suspends=True)
+    try:
+        if agent.takes.is_async:
+            ledger._asynchronous.run(lambda: abegin(ledger, start), "recover")
+        else:
+            run_to_its_end(ledger, start)
+    except Suspended:
+        return "waits"
+    except RunOwned as owned:
+        if owned.run_id == run_id:
+            return "owned"
+    except StoreError:
+        raise
+    except Exception:
+        pass
+    state = RunState(ledger.get_run(run_id).status)
+    return "ended" if state.is_terminal else "parked"
+
+
+def _input(store: Store, run_id: str) -> dict[str, Any]:
+    created = store.read(run_id, limit=1)[0]
+    return canonical.decode(created.payload)["input"] if created.payload is not None else {}
