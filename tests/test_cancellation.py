@@ -418,7 +418,7 @@ def posting(scene: Scene, effect: Effect | None, undeclared: str, *, goes_on: bo
     """An agent that is cancelled while it posts something."""
 
     def program(ledger: AgentRunLedger) -> Callable[..., Any]:
-        ledger._leases._undeclared = undeclared
+        ledger._leases.undeclared = undeclared
 
         @ledger.tool(effect=effect)
         async def post() -> str:

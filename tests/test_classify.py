@@ -181,6 +181,38 @@ def test_what_does_not_tell_is_unknown(error: BaseException) -> None:
     assert classify(error) == Classified("unknown", False)
 
 
+OTHERS: list[tuple[str, str, Verdict]] = [
+    ("aiohttp.client_exceptions", "ClientConnectorError", "retryable"),
+    ("aiohttp.client_exceptions", "ConnectionTimeoutError", "retryable"),
+    ("aiohttp.client_exceptions", "NonHttpUrlClientError", "fatal"),
+    ("aiohttp.client_exceptions", "ServerDisconnectedError", "ambiguous"),
+    ("aiohttp.client_exceptions", "ServerTimeoutError", "ambiguous"),
+    ("aiohttp.client_exceptions", "ClientPayloadError", "ambiguous"),
+    ("aiohttp.client_exceptions", "ClientOSError", "ambiguous"),
+    ("aiohttp.client_exceptions", "InvalidUrlRedirectClientError", "unknown"),
+    ("aiohttp.client_exceptions", "NonHttpUrlRedirectClientError", "unknown"),
+    ("botocore.exceptions", "EndpointConnectionError", "retryable"),
+    ("botocore.exceptions", "ConnectTimeoutError", "retryable"),
+    ("botocore.exceptions", "ConnectionClosedError", "ambiguous"),
+    ("botocore.exceptions", "ReadTimeoutError", "ambiguous"),
+    ("botocore.exceptions", "ClientError", "unknown"),
+    ("psycopg_pool", "PoolTimeout", "retryable"),
+    ("psycopg_pool", "TooManyRequests", "retryable"),
+    ("psycopg_pool", "PoolClosed", "fatal"),
+    ("psycopg2", "OperationalError", "ambiguous"),
+    ("redis.exceptions", "ConnectionError", "ambiguous"),
+    ("elastic_transport", "ConnectionTimeout", "unknown"),
+]
+
+
+@pytest.mark.parametrize(("package", "name", "verdict"), OTHERS)
+def test_other_clients_are_known_by_the_names_of_their_errors(package: str, name: str, verdict: Verdict) -> None:
+    told = Classified(verdict, verdict in ("retryable", "fatal"))
+    error = named(name, package=package)
+    assert classify(error) == told
+    assert classify(type("Own", (type(error),), {})()) == told
+
+
 # --- answers ----------------------------------------------------------------------------------------------------------
 
 RETRYABLE = 408, 421, 423, 425, 429, 521, 523, 525, 529
@@ -231,9 +263,18 @@ def test_an_answer_that_reports_no_failure_leaves_the_word_to_what_stands_behind
     assert classify(caused(Answered(status_code=200), httpx.ReadError("reset"))).verdict == "ambiguous"
 
 
-def test_an_answer_says_more_than_the_class_that_carries_it() -> None:
-    error = type("ConnectTimeout", (TimeoutError,), {"status_code": 504})()
-    assert classify(error).verdict == "ambiguous"
+def test_where_class_and_answer_differ_there_is_doubt() -> None:
+    assert classify(type("ConnectTimeout", (Exception,), {"status_code": 504})()).verdict == "ambiguous"
+    assert classify(type("ReadTimeout", (Exception,), {"status_code": 400})()).verdict == "ambiguous"
+
+
+def test_an_answer_that_a_client_makes_up_is_in_doubt() -> None:
+    """As aiohttp does it, which says 400 when it cannot read what the server said."""
+    unreadable = type("BadHttpMessage", (type("HttpProcessingError", (Exception,), {"code": 400}),), {})()
+    assert classify(unreadable).verdict == "ambiguous"
+    assert classify(caused(Answered(status=400), unreadable)).verdict == "ambiguous"
+    assert classify(caused(Answered(status=400), ValueError())).verdict == "fatal"
+    assert classify(caused(Answered(status=429), answered(404))).verdict == "retryable"
 
 
 @pytest.mark.parametrize("header", ["X-Should-Retry", "x-should-retry", "Stripe-Should-Retry"])
@@ -262,6 +303,8 @@ def test_a_refusal_after_a_redirect_proves_nothing() -> None:
     assert classify(answered(404, history=[first])) == Classified("fatal", False)
     assert classify(answered(429, history=[first])) == Classified("unknown", False)
     assert classify(answered(404, history=[])) == Classified("fatal", True)
+    assert classify(Answered(status=404, history=(first,))) == Classified("fatal", False)
+    assert classify(Answered(status=404, history="long")) == Classified("fatal", True)
 
 
 @pytest.mark.parametrize(
@@ -344,6 +387,11 @@ def test_a_second_try_that_is_refused_leaves_the_first_in_doubt(later: Callable[
     assert classify(while_handling(later, while_handling(KeyError(), TimeoutError()))) == Classified("ambiguous", False)
 
 
+def test_hiding_a_timeout_does_not_undo_it() -> None:
+    assert classify(while_handling(answered(404), httpx.ReadTimeout("slow"), hidden=True)).verdict == "ambiguous"
+    assert classify(while_handling(named("APIConnectionError"), TimeoutError(), hidden=True)).verdict == "ambiguous"
+
+
 def test_the_first_try_is_found_below_the_errors_of_a_client_that_hides_its_causes() -> None:
     """As httpx does it: its error is raised from that of httpcore, which hides that of the socket."""
     refused = while_handling(ConnectionRefusedError(), httpx.ReadTimeout("slow"))
@@ -353,6 +401,7 @@ def test_the_first_try_is_found_below_the_errors_of_a_client_that_hides_its_caus
 
 def test_how_a_client_notices_that_it_cannot_connect_is_no_earlier_call() -> None:
     inner = while_handling(named("ConnectTimeout"), TimeoutError("timed out"), hidden=True)
+    assert classify(inner) == Classified("retryable", True)
     assert classify(caused(httpx.ConnectTimeout("slow"), inner)) == Classified("retryable", True)
     assert classify(caused(httpx.ConnectError("reset"), ConnectionResetError())) == Classified("retryable", True)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shlex
 import sqlite3
 import subprocess
 import sys
@@ -26,10 +27,15 @@ from agent_run_ledger import (
     UndeclaredEffectWarning,
     __version__,
 )
+from agent_run_ledger.cli.commands import _parser
 from agent_run_ledger.cli.terminal import columns_of, cut, plain, table
 from agent_run_ledger.stores.diagnosis import has_wal_reset_bug
 from support.shell import NAMES, TEXTS, Shell, is_one_line, is_safe
 
+COMMANDS = [
+    "runs", "show", "plan", "trace", "dead-letters", "approvals", "verify", "doctor", "resolve", "release", "cancel", "redrive", "fork",
+    "signal", "approve", "deny", "recover", "preflight", "supervise", "demo",
+]  # fmt: skip
 SOURCE = Path(__file__).resolve().parent.parent / "src"
 
 
@@ -76,14 +82,17 @@ def test_the_module_is_the_command_line() -> None:
 def test_help_shows_every_command_with_examples_and_the_exit_status(shell: Shell) -> None:
     status, out, _ = shell("--help")
     assert status == 0
-    assert all(word in out for word in ("demo", "runs", "show", "verify", "doctor", "examples:", "exit status"))
+    assert all(word in out for word in (*COMMANDS, "examples:", "exit status"))
 
 
-@pytest.mark.parametrize("command", ["demo", "runs", "show", "verify", "doctor"])
+@pytest.mark.parametrize("command", COMMANDS)
 def test_each_command_has_help_with_an_example(shell: Shell, command: str) -> None:
     status, out, _ = shell(command, "--help")
     assert status == 0
-    assert "example: agent-run-ledger" in out
+    (example,) = [line for line in out.splitlines() if line.startswith("example: agent-run-ledger ")]
+    words = shlex.split(example)[2:]
+    assert command in words
+    assert _parser().parse_args(words).command
 
 
 @pytest.mark.parametrize("arguments", [[], ["fly"], ["show"], ["runs", "--limit", "x\x1b[31m"], ["runs", "--fast"]])
@@ -408,8 +417,8 @@ def test_doctor_looks_at_machine_file_and_runs(shell: Shell, db: Path) -> None:
     assert status == 0
     assert report["ok"] is True
     assert [check["name"] for check in report["checks"]] == [
-        "python", "sqlite", "file system", "free disk", "size", "schema", "journal mode", "runs", "waiting", "in doubt",
-        "undeclared",
+        "python", "sqlite", "file system", "free disk", "size", "schema", "journal mode", "runs", "to decide", "waiting",
+        "in doubt", "undeclared",
     ]  # fmt: skip
     said = {check["name"]: check for check in report["checks"]}
     assert said["runs"]["message"] == "1 BLOCKED, 1 COMPLETED"
@@ -481,6 +490,7 @@ def test_the_reference_names_every_check_and_key(shell: Shell, db: Path) -> None
     shown = json.loads(shell("--db", db, "show", "october", "--json")[1])
     for name in [*(check["name"] for check in checks), *shown, *RunState]:
         assert f"`{name}`" in reference
+    assert all(f"| `{command}" in reference or f", `{command} " in reference for command in COMMANDS)
 
 
 # --- terminals --------------------------------------------------------------------------------------------------------
@@ -541,7 +551,19 @@ def test_a_reader_that_goes_away_is_no_error(db: Path) -> None:
 @pytest.mark.parametrize("closed", [">&-", "<&- >&-", "<&- >&- 2>&-"])
 @pytest.mark.parametrize(
     ("command", "status"),
-    [("runs", 0), ("show october", 0), ("verify", 0), ("doctor", 0), ("show nobody", 2), ("fly", 2), ("--help", 0)],
+    [
+        ("runs", 0),
+        ("show october", 0),
+        ("verify", 0),
+        ("doctor", 0),
+        ("trace october", 0),
+        ("dead-letters", 0),
+        ("cancel november", 3),
+        ("cancel november --yes", 0),
+        ("show nobody", 2),
+        ("fly", 2),
+        ("--help", 0),
+    ],
 )
 def test_closed_standard_output_changes_neither_the_exit_status_nor_the_error(
     db: Path, command: str, status: int, closed: str
@@ -554,7 +576,7 @@ def test_closed_standard_output_changes_neither_the_exit_status_nor_the_error(
         check=False,
     )
     assert done.returncode == status
-    if status and "2>&-" not in closed:
+    if status == 2 and "2>&-" not in closed:
         assert is_one_line(done.stderr)
     else:
         assert done.stderr == ""

@@ -7,6 +7,7 @@ import json
 import os
 import pty
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -29,6 +30,7 @@ from agent_run_ledger import (
     current_step,
 )
 from agent_run_ledger.rules.loops import Call, Rule
+from support.ledgers import never
 from support.processes import SOURCE, child
 from support.shell import NAMES, Shell, heads, is_one_line, is_safe
 
@@ -70,18 +72,16 @@ def play(db: Path, world: World, run_id: str = "refund-209") -> Any:
         return refunded
 
 
-@pytest.fixture
-def world(db: Path) -> World:
-    """A world in which the program of run `refund-209` was interrupted while it refunded: step 2 is in doubt."""
+def interrupt(db: Path) -> World:
+    """Have the program of run `refund-209` interrupted while it refunds: step 2 is in doubt."""
     world = World()
     with pytest.raises(KeyboardInterrupt):
         play(db, world)
     return world
 
 
-@pytest.fixture
-def dead(db: Path) -> str:
-    """A dead letter: three steps, and the fourth was one too many."""
+def die(db: Path) -> str:
+    """Have a dead letter: three steps, and the fourth was one too many."""
     with AgentRunLedger(db, max_steps=3) as ledger:
         ledger.create_run("count", run_id="dead")
 
@@ -113,9 +113,8 @@ def _rest(verdict: Verdict) -> tuple[str, str, tuple[int, ...]]:
     return verdict.rule, verdict.reason, verdict.evidence
 
 
-@pytest.fixture
-def quarantined(db: Path) -> str:
-    """A run that was halted on suspicion."""
+def halt(db: Path) -> str:
+    """Have a run that was halted on suspicion."""
     with AgentRunLedger(db, policy=Suspicion(max_repetitions=2)) as ledger:
         ledger.create_run("poll", run_id="halted")
 
@@ -169,9 +168,8 @@ def pays(run: Run) -> Any:
     return {"by": approval.by, "reason": approval.reason, "pays": approval.arguments}
 
 
-@pytest.fixture
-def request_id(db: Path) -> str:
-    """A run that waits for somebody to approve a payment; the digest of its arguments."""
+def ask(db: Path) -> str:
+    """Have a run that waits for somebody to approve a payment; the digest of its arguments."""
     waiting(db, "payment", pays)
     with AgentRunLedger(db) as ledger:
         (found,) = ledger.approvals()
@@ -179,19 +177,49 @@ def request_id(db: Path) -> str:
 
 
 @pytest.fixture
-def everything(db: Path, world: World, dead: str, quarantined: str, request_id: str) -> dict[str, list[str]]:
-    """Every act that writes, on a ledger where each of them can be done."""
-    return {
+def world(db: Path) -> World:
+    return interrupt(db)
+
+
+@pytest.fixture
+def dead(db: Path) -> str:
+    return die(db)
+
+
+@pytest.fixture
+def quarantined(db: Path) -> str:
+    return halt(db)
+
+
+@pytest.fixture
+def request_id(db: Path) -> str:
+    return ask(db)
+
+
+@pytest.fixture(scope="session")
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[str]]]:
+    """A ledger on which every act that writes can be done, and the acts."""
+    db = tmp_path_factory.mktemp("acts") / "agent.db"
+    interrupt(db)
+    dead, halted, digest = die(db), halt(db), ask(db)
+    return db, {
         "resolve --output": ["resolve", "refund-209", "2", "--output", '{"refund": "re_9"}'],
         "resolve --not-executed": ["resolve", "refund-209", "2", "--not-executed"],
-        "release": ["release", "halted"],
+        "release": ["release", halted],
         "cancel": ["cancel", "refund-209"],
-        "redrive": ["redrive", "dead", "--max-steps", "10"],
-        "fork": ["fork", "dead", "--from-step", "2"],
+        "redrive": ["redrive", dead, "--max-steps", "10"],
+        "fork": ["fork", dead, "--from-step", "2"],
         "signal": ["signal", "payment", "paid", "--payload", "null"],
-        "approve": ["approve", "payment", "pay", "--digest", request_id],
-        "deny": ["deny", "payment", "pay", "--digest", request_id],
+        "approve": ["approve", "payment", "pay", "--digest", digest],
+        "deny": ["deny", "payment", "pay", "--digest", digest],
     }
+
+
+@pytest.fixture
+def everything(db: Path, made: tuple[Path, dict[str, list[str]]]) -> dict[str, list[str]]:
+    """The acts, on a copy of that ledger."""
+    shutil.copy(made[0], db)
+    return made[1]
 
 
 ACTS = [
@@ -692,10 +720,7 @@ def test_a_step_of_a_run_that_another_process_owns_is_resolved_through_its_inbox
         assert owner.hear() == "closed"
     with AgentRunLedger(db) as ledger:
         ledger.create_run("drive step by step", run_id="owned")
-        again = ledger.execute_step(
-            "owned", "refund", {"order": 7}, lambda: pytest.fail("sent again"), effect=Effect.MUTATE
-        )
-        assert again == "re_9"
+        assert ledger.execute_step("owned", "refund", {"order": 7}, never, effect=Effect.MUTATE) == "re_9"
     assert {"by": "ann", "reason": "looked at the dashboard"} in said_in_the_log(db, "owned")
     heads(db)
 

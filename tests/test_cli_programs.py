@@ -170,6 +170,16 @@ def test_interrupted_runs_are_gone_on_with_and_told_of(shell: Shell, folder: Pat
     assert (status, json.loads(out)) == (0, {"ok": True, "ended": [], "waiting": [], "needs_somebody": []})
 
 
+def test_what_the_program_prints_does_not_come_between_the_json(shell: Shell, folder: Path) -> None:
+    interrupted(folder, "looks")
+    (folder / "app.py").write_text(
+        APP.replace("def came(what):", "print('imported')\ndef came(what):\n    print('in a tool')")
+    )
+    status, out, err = recover(shell, "--json")
+    assert (status, [each["run_id"] for each in json.loads(out)["ended"]]) == (0, ["looks"])
+    assert err == "imported\nin a tool\n"
+
+
 def test_what_waits_by_plan_is_well_and_told_of(shell: Shell, folder: Path) -> None:
     interrupted(folder, "asks", "sleeps")
     status, out, _ = shell("recover", "app:ledger")

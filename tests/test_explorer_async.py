@@ -236,8 +236,8 @@ async def calls_that_run_out_of_time(life: AsyncLife) -> Any:
         await asyncio.sleep(given)
         return given
 
-    look = life.atool("look", lambda given, n: takes_long(given), effect=Effect.READ)
-    timed = life.atool("timed", lambda given, n: takes_long(given), effect=Effect.READ, timeout=5.0)
+    look = life.atool("look", lambda given, n: takes_long(given), kind="model")
+    timed = life.atool("timed", lambda given, n: takes_long(given), kind="model", timeout=5.0)
     note = life.atool("note")
 
     async def program() -> Any:

@@ -350,7 +350,7 @@ def test_a_mutation_that_failed_without_saying_whether_it_took_effect_is_never_s
         again.execute_step(RUN, "pay", {}, never, **options)
 
 
-@pytest.mark.parametrize("error", [Answer(404), ConnectionRefusedError(), ValueError()], ids=repr)
+@pytest.mark.parametrize("error", [Answer(429), ConnectionRefusedError(), ValueError()], ids=repr)
 def test_a_mutation_that_surely_took_no_effect_may_be_tried_again(bench: Bench, error: Exception) -> None:
     ledger = bench.open()
     ledger.create_run(GOAL, RUN)

@@ -18,6 +18,7 @@ DEFAULT_ATTEMPTS = 4
 
 PROCESS = """
 import asyncio, os, signal, threading, warnings
+from agent_run_ledger import Receipt
 from pathlib import Path
 from support.witness import Witness
 

@@ -444,6 +444,40 @@ def test_what_is_to_run_before_each_start_does_and_may_fail() -> None:
     assert service.story.count("cannot_start") == 2
 
 
+BILLING = """
+import os, signal, sys
+from agent_run_ledger import AgentRunLedger, Effect
+
+ledger = AgentRunLedger("agent.db", durability="process")
+who = "recover" if "recover" in sys.argv else "program"
+
+@ledger.tool(effect=Effect.READ)
+def look():
+    with open("calls", "a") as calls:
+        calls.write(who + " ")
+    if who == "program":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return "seen"
+
+@ledger.agent()
+def work():
+    return look()
+
+if __name__ == "__main__":
+    print(ledger.run(work, run_id="r"))
+"""
+"""A program that dies in a step of its run, and a module from which that run can be recovered."""
+
+
+def test_a_run_that_died_with_its_program_is_recovered_before_the_next_start(tmp_path: Path) -> None:
+    (tmp_path / "billing.py").write_text(BILLING, encoding="utf-8")
+    with supervised([sys.executable, "billing.py"], "--recover", "billing", *QUICK, cwd=tmp_path) as service:
+        assert service.ends() == 0
+        assert service.hear_all()[-1] == "seen"
+    assert (tmp_path / "calls").read_text(encoding="utf-8").split() == ["program", "recover"]
+    assert [event["program"] for event in service.events if event["event"] == "died"] == [sys.executable]
+
+
 def test_a_failed_recovery_is_reported_and_the_program_is_started(tmp_path: Path) -> None:
     with supervised(["echo", "program"], "--recover", "no_such_module_anywhere", cwd=tmp_path) as service:
         died = service.event("died")
@@ -535,11 +569,9 @@ def test_a_wrong_variable_is_named(capsys: pytest.CaptureFixture[str], monkeypat
 
 def test_the_program_s_own_options_are_its_own() -> None:
     for separator in ([], ["--"]):
-        command = [*words_of([])[:-1], *separator, "echo", "-n", "--json", "--", "--grace"]
-        with running(command) as service:
+        with running([*words_of([])[:-1], *separator, "echo", "--json", "--", "--grace"]) as service:
             assert service.ends() == 0
-            assert service._words.next() is None
-            assert service._words._rest == b"--json -- --grace"
+            assert service.hear() == ["--json", "--", "--grace"]
 
 
 # --- terminals --------------------------------------------------------------------------------------------------------

@@ -223,7 +223,7 @@ def test_an_async_tool_that_must_not_be_repeated_is_in_doubt_when_its_time_is_up
 ) -> None:
     slow = Slow()
     for late in (passes, None):
-        process.ledger._leases._undeclared = undeclared
+        process.ledger._leases.undeclared = undeclared
         with pytest.raises(StepInDoubt):
             process.run(slow.agent(process.ledger, is_caught=False, effect=effect), late=late)
         process = process.next()
@@ -386,7 +386,7 @@ def test_a_retry_of_what_has_no_side_effect_does_not_wait_for_the_thread(process
 def test_what_must_not_be_repeated_is_in_doubt_until_its_thread_returns(
     process: Process, threaded: Threaded, effect: Effect | None, undeclared: str
 ) -> None:
-    process.ledger._leases._undeclared = undeclared
+    process.ledger._leases.undeclared = undeclared
     agent = threaded.agent(process.ledger, effect=effect)
     for _ in range(2):
         with pytest.raises(StepInDoubt):

@@ -217,11 +217,11 @@ def run_to_its_end(ledger: Ledger, start: Start) -> Any:
         agent.apply(held)
         if held.history.state is RunState.COMPLETED:
             return agent.result(held.history.result)
+        held.suspends = start.suspends
+        if held.history.is_in_doubt and not held.history.state.is_terminal:
+            settle(ledger, held, ledger._tools)
         if (refusal := admission.refusal(held, pipeline=False)) is not None:
             raise refusal
-        held.suspends = start.suspends
-        if held.history.is_in_doubt:
-            settle(ledger, held, ledger._tools)
         run = Run(ledger, held)
         with program_of(run, held):
             value = agent.call(run, agent.given(draft))
@@ -245,11 +245,11 @@ async def abegin(ledger: Ledger, start: Start) -> Any:
         agent.apply(held)
         if held.history.state is RunState.COMPLETED:
             return agent.result(held.history.result)
+        held.suspends = start.suspends
+        if held.history.is_in_doubt and not held.history.state.is_terminal:
+            await asettle(ledger, held, ledger._tools)
         if (refusal := admission.refusal(held, pipeline=False)) is not None:
             raise refusal
-        held.suspends = start.suspends
-        if held.history.is_in_doubt:
-            await asettle(ledger, held, ledger._tools)
         run = Run(ledger, held, is_async=True)
         with program_of(run, held):
             value = await agent.call(run, agent.given(draft))

@@ -54,6 +54,8 @@ from agent_run_ledger.run import OpenRun, branch_of, finish, function_call, perf
 from agent_run_ledger.settle import settle
 from agent_run_ledger.stores import open_store
 from agent_run_ledger.stores.clock import SystemClock
+from agent_run_ledger.stores.room import VARIABLE as MIN_FREE
+from agent_run_ledger.stores.room import Room
 
 if TYPE_CHECKING:
     from agent_run_ledger.drivers.asynchronous import AsyncDriver
@@ -123,6 +125,7 @@ class Ledger(Operator):
         undeclared: str,
         owner: str | None,
         payload_limit: int,
+        min_free_bytes: int | None,
         clock: Clock | None,
     ) -> None:
         if durability not in ("full", "process"):
@@ -157,6 +160,7 @@ class Ledger(Operator):
         else:
             self._store = db_path
         self._durability = durability
+        self._min_free = _min_free(min_free_bytes)
         self._terms = (label, lease_seconds, heartbeat_seconds, limit, deadline, undeclared, policy.rule)
         self._tools: dict[str, Tool] = {}
         self._stand_on(self._store, self._clock)
@@ -166,6 +170,8 @@ class Ledger(Operator):
         self._store, self._clock = store, clock
         self._leases = Leases(store, clock, *self._terms)
         self._driver = SyncDriver(store, clock, self._leases, self._durability)
+        if self._min_free and (path := getattr(store, "path", None)) is not None:
+            self._leases.room = Room(os.path.dirname(os.path.abspath(path)), self._min_free)
         self._async_driver: AsyncDriver | None = None
         self._starting = threading.RLock()
         _open.add(self)
@@ -403,6 +409,7 @@ class AgentRunLedger(Ledger):
         undeclared: str = "dispatch",
         owner: str | None = None,
         payload_limit: int = PAYLOAD_LIMIT,
+        min_free_bytes: int | None = None,
         clock: Clock | None = None,
     ) -> None:
         if policy is not None and loop_threshold is not _LOOP_THRESHOLD:
@@ -428,6 +435,7 @@ class AgentRunLedger(Ledger):
             undeclared=undeclared,
             owner=owner,
             payload_limit=payload_limit,
+            min_free_bytes=min_free_bytes,
             clock=clock,
         )
         self._agents: dict[str, Agent] = {}
@@ -649,6 +657,18 @@ class AgentRunLedger(Ledger):
 def _as_tool(name: str, function: Callable[..., Any]) -> Tool:
     registered = getattr(function, "registered", None)
     return registered if isinstance(registered, Tool) else Tool(function, name, declared({}))
+
+
+def _min_free(given: int | None) -> int:
+    """How many bytes of its disk a ledger leaves free. Raises `ValueError`."""
+    where, value = "min_free_bytes", given
+    if given is None and (text := os.environ.get(MIN_FREE, "")):
+        where, value = MIN_FREE, int(text) if text.isdecimal() else -1
+    if value is not None and (type(value) is not int or value < 0):
+        raise ValueError(
+            f"{where} is a whole number of bytes, at least 0, not {given if given is not None else text!r}"
+        )
+    return value or 0
 
 
 @atexit.register

@@ -246,6 +246,7 @@ class RunLedger(Ledger):
         undeclared: str = "dispatch",
         owner: str | None = None,
         payload_limit: int = PAYLOAD_LIMIT,
+        min_free_bytes: int | None = None,
         clock: Clock | None = None,
     ) -> None:
         self.run_id = check_name("run_id", run_id)
@@ -265,6 +266,7 @@ class RunLedger(Ledger):
             undeclared=undeclared,
             owner=owner,
             payload_limit=payload_limit,
+            min_free_bytes=min_free_bytes,
             clock=clock,
         )
 

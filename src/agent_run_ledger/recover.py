@@ -99,8 +99,11 @@ def _go_on(ledger: AgentRunLedger, agent: Agent, run_id: str) -> str:
         raise
     except Exception:
         pass
-    state = RunState(ledger.get_run(run_id).status)
-    return "ended" if state.is_terminal else "parked"
+    last = ledger._summary(run_id).last
+    body = parse(last.body)
+    if not RunState(body["state"]).is_terminal:
+        return "parked"
+    return "ended" if body["token"] == ledger._run(run_id).token else "owned"
 
 
 def _input(store: Store, run_id: str) -> dict[str, Any]:

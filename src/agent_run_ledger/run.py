@@ -325,6 +325,11 @@ def perform(ledger: Ledger, held: HeldRun, call: Call, *, is_async: bool) -> Any
     """Make a call, now; in an event loop return what is awaited for its outcome."""
     if is_async:
         return ledger._asynchronous.call(held, call)
+    receipt = call.options.receipt
+    if receipt is not None and functions.signature(receipt).is_async:
+        raise InvalidArguments(
+            f"the receipt= of {call.tool!r} is an async function, and this call is not: nobody could await it; nothing was dispatched"
+        )
     ledger._driver.make(held, call)
     return ledger._driver.obey(step(held, call))
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 from agent_run_ledger.engine.call import Call
+from agent_run_ledger.engine.effects import Result
 from agent_run_ledger.engine.steps import step
-from agent_run_ledger.errors import LedgerError, RunOwned, StepInDoubt, StoreError
+from agent_run_ledger.errors import StepInDoubt
 from agent_run_ledger.rules import canonical
 
 if TYPE_CHECKING:
@@ -19,42 +22,34 @@ if TYPE_CHECKING:
 def settle(ledger: Ledger, held: HeldRun, tools: Mapping[str, Tool]) -> None:
     """Settle the in-doubt steps of these tools, each as its effect says, with the stored arguments and the stored key.
 
-    Raises `StepInDoubt` where one of them cannot be settled, and `RunClosed` where its attempts are used up.
+    A failure is recorded, and its program will hear of it. Raises `StepInDoubt` where a step cannot be settled, when the others are.
     """
-    doubts: list[StepInDoubt] = []
-    for call in _calls(ledger, held, tools):
-        try:
-            with held.lock:
-                held.make(call)
-            flow = step(held, call)
-            if call.is_async:
-                ledger._asynchronous.run(lambda flow=flow, call=call: ledger._asynchronous.obey(flow, call))  # type: ignore[misc]
-            else:
-                ledger._driver.obey(flow)
-        except StepInDoubt as doubt:
-            doubts.append(doubt)
-        except LedgerError as error:
-            _unless_it_is_over(held, error)
-        except Exception:  # one that its tool declares as `raises=`: it is recorded
-            continue
-    _tell(ledger, held, doubts)
+    with _before_its_program(ledger, held) as doubts:
+        for call in _calls(ledger, held, tools):
+            with _settling(held, call, doubts):
+                if call.is_async:
+                    ledger._asynchronous.run(partial(ledger._asynchronous.obey, step(held, call), call))
+                else:
+                    ledger._driver.obey(step(held, call))
 
 
 async def asettle(ledger: Ledger, held: HeldRun, tools: Mapping[str, Tool]) -> None:
-    """`settle` in an event loop."""
-    doubts: list[StepInDoubt] = []
-    for call in _calls(ledger, held, tools):
-        try:
-            with held.lock:
-                held.make(call)
+    """`settle` in an event loop, of all steps side by side."""
+    errors: list[BaseException] = []
+
+    async def one(call: Call) -> None:
+        with _settling(held, call, doubts):
             await ledger._asynchronous.obey(step(held, call), call)
-        except StepInDoubt as doubt:
-            doubts.append(doubt)
-        except LedgerError as error:
-            _unless_it_is_over(held, error)
-        except Exception:
-            continue
-    _tell(ledger, held, doubts)
+
+    def ended(call: Call, result: Result) -> None:
+        if result.error is not None:
+            errors.append(result.error)
+
+    with _before_its_program(ledger, held) as doubts:
+        waiting = list(_calls(ledger, held, tools))
+        await ledger._asynchronous.side_by_side(lambda: [waiting.pop(0) for _ in list(waiting)], one, ended)
+        if errors:
+            raise errors[0]
 
 
 def _calls(ledger: Ledger, held: HeldRun, tools: Mapping[str, Tool]) -> Iterator[Call]:
@@ -68,23 +63,43 @@ def _calls(ledger: Ledger, held: HeldRun, tools: Mapping[str, Tool]) -> Iterator
             stored = ledger._store.payload(held.run_id, recorded.seq)
         if stored is None:
             continue  # erased: its program may still know them
-        options = tool.options if tool.options.effect is not None else tool.options._replace(effect=recorded.declared)
+        options = tool.options._replace(
+            effect=tool.options.effect or recorded.declared,
+            key_window=tool.options.key_window or recorded.key_window,
+        )
         call = tool.call(canonical.decode(stored), options, ledger._payload_limit)
         call.stored, call.digest = stored, recorded.digest or b""
         call.branch, call.place, call.after, call.settles = held.root, recorded.position, recorded.dependencies, True
         yield call
 
 
-def _unless_it_is_over(held: HeldRun, error: LedgerError) -> None:
-    """That a step failed is recorded, and its program will hear of it; what ended the run, or the storage, is news now."""
-    if isinstance(error, StoreError | RunOwned) or held.history.state.is_terminal:
-        raise error
-
-
-def _tell(ledger: Ledger, held: HeldRun, doubts: list[StepInDoubt]) -> None:
-    """The program begins at its first line; where a step stays in doubt it does not begin."""
+@contextmanager
+def _before_its_program(ledger: Ledger, held: HeldRun) -> Iterator[list[StepInDoubt]]:
+    """What is done before a program begins is in nobody's order. Where a step stays in doubt the program does not begin."""
+    doubts: list[StepInDoubt] = []
+    settled = set(held.history.running | held.history.waiting)
+    held.is_begun = False
+    try:
+        yield doubts
+    finally:
+        held.is_begun = True
+    if doubts:
+        raise doubts[0]
     with held.lock:
-        if doubts:
-            raise doubts[0]
         ledger._leases.hold(held)
         held.restart()
+        held.settled = settled
+
+
+@contextmanager
+def _settling(held: HeldRun, call: Call, doubts: list[StepInDoubt]) -> Iterator[None]:
+    try:
+        with held.lock:
+            held.make(call)
+        yield
+    except StepInDoubt as doubt:
+        doubts.append(doubt)
+    except Exception:
+        known = held.history.positions.get(call.place or "")
+        if known is None or known.outcome is None:  # it is none of the step's own errors
+            raise

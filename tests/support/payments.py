@@ -94,13 +94,13 @@ class Service:
     def __init__(self, process: subprocess.Popen[str], folder: Path, port: int) -> None:
         self._process = process
         self._folder = folder
-        self._log = Witness(folder / "requests")
+        self.name, self._log = "requests", Witness(folder / "requests")
         self.port = port
 
     def begin(self, name: str = "requests") -> None:
         """Forget everything: no resources, no keys, no faults, and a log of its own for what comes."""
         self._order(begin=name)
-        self._log = Witness(self._folder / name)
+        self.name, self._log = name, Witness(self._folder / name)
 
     def fault(self, do: Deed, path: str, first: int = 1, times: int = 1, *, each: bool = False) -> None:
         """Befall the requests to come, as `Fault` says; the first fault that fits is the one."""

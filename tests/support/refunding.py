@@ -27,16 +27,16 @@ from agent_run_ledger import (
     StepFailed,
     current_step,
 )
+from agent_run_ledger.drivers import asynchronous  # noqa: F401 - here, so that no process has to
 from agent_run_ledger.stores import open_store
 from agent_run_ledger.stores.clock import SystemClock
 from support.programs import Way
-from support.twelve import Bounded, serve
+from support.twelve import Boundaries, Bounded, serve
 from support.wire import Answer, aask, ask, request
 from support.witness import Witness
 
 RUN, GOAL = "refund", "refund whoever the model says"
-QUICK = RetryPolicy(max_attempts=4, base=0.001, cap=0.001)
-"""Patient in count, not in time."""
+IMPATIENCE_SECONDS = 0.2
 
 BEFORE_OUTCOME, AFTER_OUTCOME, IN_RECEIPT = "before the outcome", "after the outcome", "in the receipt"
 
@@ -94,6 +94,7 @@ class Life:
         durability: Any = "full",
         die: str | None = None,
         die_again: int = 1,
+        die_at: int | None = None,
         later: float = 0.0,
         patience: float = 30.0,
         receipt: str = "told",
@@ -103,6 +104,7 @@ class Life:
         self.way = Way(is_async)
         self.witness = Witness(folder / "witness")
         self._die, self._passes, self._has_returned = die, die_again, False
+        self._count = Boundaries(die_at)
         store = Bounded(open_store(folder / "runs.db", durability=durability, clock=SystemClock()), self._boundary)
         # A lease that outlasts any test: whoever waited for it to run out would be seen to hang.
         self.ledger = AgentRunLedger(
@@ -165,6 +167,7 @@ class Life:
 
     def passed(self, moment: str) -> None:
         """Die here, if this is the moment, at the pass that was told."""
+        self._count(moment)
         if moment == self._die:
             self._passes -= 1
             if not self._passes:
@@ -172,6 +175,7 @@ class Life:
 
     def _boundary(self, place: str) -> None:
         """The first write after the refund has returned is that of its outcome."""
+        self._count(place)
         if self._has_returned and place.startswith("before append"):
             self.passed(BEFORE_OUTCOME)
         elif self._has_returned and place.startswith("after append"):
@@ -188,6 +192,7 @@ class Life:
         except RunNotFound:
             status, steps = "", []
         told = {"result": result, "error": type(error).__name__ if error is not None else None, "text": str(error)}
+        told["places"] = self._count.passed
         kinds = [row.kind for row in self.ledger._store.read(RUN)]
         findings = [str(finding) for finding in self.ledger.verify().findings]
         self.witness.note("after", status=status, steps=steps, kinds=kinds, findings=findings, **told)
@@ -237,6 +242,18 @@ def stubborn(calls: Any, done: list[Any]) -> Steps:
     return [choice, refund, said]
 
 
+def impatient(calls: Any, done: list[Any]) -> Steps:
+    """The same, and where the refund takes too long it is cancelled and asked for once more. For event loops."""
+    choice = yield calls.ask_model("whom?")
+    try:
+        first = calls.refund(customer=choice["customer"], amount=choice["amount"])
+        refund = yield asyncio.wait_for(first, IMPATIENCE_SECONDS)
+    except TimeoutError:
+        refund = yield calls.refund(customer=choice["customer"], amount=choice["amount"])
+    said = yield calls.ask_model(f"what now? refunded: {json.dumps(refund)}")
+    return [choice, refund, said]
+
+
 def unrecorded(calls: Any, done: list[Any]) -> Steps:
     """The same by an agent whose model is no step: it is asked again each time the program begins."""
     choice = yield calls.unrecorded_model("whom?")
@@ -245,7 +262,7 @@ def unrecorded(calls: Any, done: list[Any]) -> Steps:
 
 
 PROGRAMS: dict[str, Callable[[Any, list[Any]], Steps]] = {
-    program.__name__: program for program in (once, stubborn, unrecorded)
+    program.__name__: program for program in (once, stubborn, impatient, unrecorded)
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import select
 import signal
 import subprocess
@@ -76,6 +77,10 @@ class Supervised:
         """The words of the program's next line; none when nobody will say anything any more."""
         return (self._words.next() or "").split()
 
+    def hear_all(self) -> list[str]:
+        """The lines that are left, to the end."""
+        return list(iter(self._words.next, None))
+
     def event(self, name: str) -> dict[str, Any]:
         """The next event of this name. What the programs say there is passed over."""
         while (found := self._next_event()) is not None:
@@ -117,22 +122,34 @@ def words_of(options: Sequence[object]) -> list[str]:
 
 
 @contextmanager
-def running(command: Sequence[str], **settings: Any) -> Iterator[Supervised]:
-    """What runs while the block does, and no longer."""
-    started = Supervised(command, **{"env": environment()} | settings)
+def running(command: Sequence[str], env: dict[str, str] | None = None, **settings: Any) -> Iterator[Supervised]:
+    """What runs while the block does, and no longer, whatever became of its parents."""
+    mark = f"STARTED_BY_THE_TEST={secrets.token_hex()}"
+    name, _, value = mark.partition("=")
+    started = Supervised(command, env=(env or environment()) | {name: value}, **settings)
     try:
         yield started
     finally:
-        if started.process.poll() is None:
-            started.process.kill()
-            started.process.wait()
-        for event in started.events:  # whoever does not end when his supervisor is killed
-            if event["event"] == "started":
+        for _ in rounds():
+            if not (left := marked(mark)):
+                break
+            for pid in left:
                 with suppress(OSError):
-                    os.kill(event["pid"], signal.SIGKILL)
+                    os.kill(pid, signal.SIGKILL)
+        started.process.wait(MINUTE)
         for stream in (started.process.stdin, started.process.stdout, started.process.stderr):
             assert stream
             stream.close()
+
+
+def marked(mark: str) -> list[int]:
+    """The living processes that have this variable: a dead one has none."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if mark.encode() in (folder / "environ").read_bytes():
+                found.append(int(folder.name))
+    return found
 
 
 def supervised(program: Sequence[str], *options: object, prefix: Sequence[str] = (), **settings: Any) -> Any:

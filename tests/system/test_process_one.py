@@ -14,7 +14,7 @@ import pytest
 from support.supervised import HEARS, LEAVES, MINUTE, ORPHAN, QUICK, Pipe, driven, python, rounds, supervised
 
 MEBIBYTE = 1024 * 1024
-NAMESPACE = ("unshare", "--pid", "--fork", "--mount-proc")
+NAMESPACE = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
 
 
 def only_child_of(pid: int) -> int:

@@ -1,16 +1,18 @@
-"""A wall clock that is set back or forward neither frees a lease nor keeps one."""
+"""A wall clock that is set back or forward, and another boot: no live lease is lost, no dead one is kept, and waits end."""
 
 from __future__ import annotations
 
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
 
+from agent_run_ledger import AgentRunLedger
 from support.processes import Child, child
+from support.witness import Witness
 
 DAY, HOUR = 86_400.0, 3_600.0
 
@@ -41,14 +43,17 @@ def process(database: Path, lease_seconds: float, clock: str | Path) -> Iterator
 
     By "+0" it is the machine's own, without libfaketime.
     """
+    with child(OWNER, database, lease_seconds, prefix=clocked(clock)) as started:
+        yield started
+
+
+def clocked(clock: str | Path) -> list[str]:
+    """What a command is put behind for that clock."""
     settings = ["FAKETIME_DONT_FAKE_MONOTONIC=1", "FAKETIME_NO_CACHE=1"]
     if isinstance(clock, Path):  # `faketime` itself takes no such file: what it does is to preload this library
         (library, *_) = Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1")
-        prefix = ["env", *settings, f"FAKETIME_TIMESTAMP_FILE={clock}", f"LD_PRELOAD={library}"]
-    else:
-        prefix = [] if clock == "+0" else ["env", *settings, "faketime", "-f", clock]
-    with child(OWNER, database, lease_seconds, prefix=prefix) as started:
-        yield started
+        return ["env", *settings, f"FAKETIME_TIMESTAMP_FILE={clock}", f"LD_PRELOAD={library}"]
+    return [] if clock == "+0" else ["env", *settings, "faketime", "-f", clock]
 
 
 def asks(process: Child, word: str) -> str:
@@ -109,3 +114,179 @@ def test_a_lease_runs_out_after_its_seconds_whatever_the_wall_clocks_say(
         assert answer == "take"
         owner.send(signal.SIGCONT)
         assert asks(owner, "step") == "RunOwned"
+
+
+# --- waits that outlive their process, and times that are written down ------------------------------------------------
+
+WAITER = """
+import select, time, warnings
+from pathlib import Path
+from agent_run_ledger import Receipt, WaitTimeout
+from agent_run_ledger.stores.clock import SystemClock
+from support.witness import Witness
+# libfaketime refuses the call that time.sleep makes
+SystemClock.sleep = staticmethod(lambda seconds: select.select([], [], [], seconds))
+warnings.simplefilter("ignore", UndeclaredEffectWarning)
+database, witness = arguments[0], Witness(Path(arguments[1]))
+ledger = AgentRunLedger(database, durability="process", lease_seconds=600)
+SOON = RetryPolicy(max_attempts=3, base=0.2, cap=0.2)
+will_fail = False
+
+@ledger.tool(effect="READ", retry=SOON)
+def look():
+    witness.note("look", attempt=current_step().attempt)
+    if will_fail:
+        raise ConnectionRefusedError
+    return "seen"
+
+def ask(key, given):
+    witness.note("ask", key=key)
+    return Receipt.unknown("not yet") if will_fail else Receipt.found("paid")
+
+@ledger.tool(receipt=ask, retry=SOON)
+def pay():
+    witness.note("pay")
+    raise TimeoutError
+
+@ledger.tool(effect="IDEMPOTENT", key_window=3_600)
+def pay_by_key():
+    witness.note("pay by key")
+    if will_fail:
+        tell("paid")
+        hear()
+
+@ledger.tool(effect="READ")
+def note(what):
+    witness.note("went on", what=what)
+    return what
+
+@ledger.agent()
+def agent(how):
+    run = current_run()
+    if how == "sleep":
+        run.sleep(1_800)
+    elif how == "wait":
+        try:
+            run.wait_for("word", timeout=1_800)
+        except WaitTimeout:
+            return note("in vain")
+    else:
+        return {"look": look, "pay": pay, "pay by key": pay_by_key}[how]()
+    return note("woken")
+
+word, how = hear()
+will_fail = word == "begin and fail"
+try:
+    tell([ledger.run(agent, how, run_id="r"), time.time()])
+except LedgerError as error:
+    tell([type(error).__name__, time.time()])
+"""
+
+
+def waiter(folder: Path, clock: str | Path) -> AbstractContextManager[Child]:
+    return child(WAITER, folder / "agent.db", folder / "witness", prefix=clocked(clock))
+
+
+def await_entry(folder: Path, kind: str) -> None:
+    """Wait until somebody has written an entry of that kind."""
+    with AgentRunLedger(folder / "agent.db") as ledger:
+        while all(row.kind != kind for row in ledger._store.read("r")):
+            pass
+
+
+@pytest.mark.system("faketime")
+@pytest.mark.parametrize(("how", "result"), [("sleep", "woken"), ("wait", "in vain")])
+def test_a_wait_is_over_when_the_clock_is_set_behind_its_end_and_its_run_goes_on_once(
+    how: str, result: str, tmp_path: Path
+) -> None:
+    clock = tmp_path / "clock"
+    clock.write_text("+0\n", encoding="ascii")
+    with waiter(tmp_path, clock) as one, waiter(tmp_path, clock) as two, AgentRunLedger(tmp_path / "agent.db") as here:
+        one.tell(["begin", how])
+        await_entry(tmp_path, "waiting")
+        two.tell(["begin", how])
+        while here.get_run("r").owner is not None:  # whoever waits holds no lease
+            pass
+        assert here.get_run("r").status == "BLOCKED"
+        clock.write_text("+1h\n", encoding="ascii")
+        answers = []
+        for process in (one, two):
+            answer, wall = process.hear()  # half an hour later, if the clock had not been set
+            assert wall - time.time() > HOUR / 2, "the clock was not set"
+            answers.append(answer)
+        assert result in answers
+        assert set(answers) <= {result, "RunOwned"}, "who is second is told that the other goes on, or gets its result"
+        assert len(Witness(tmp_path / "witness").notes("went on")) == 1
+        assert (here.get_run("r").status, here.verify().findings) == ("COMPLETED", [])
+
+
+@pytest.mark.system("faketime")
+@pytest.mark.parametrize("shift", ["-1h", "+1h"])
+@pytest.mark.parametrize("how", ["look", "pay"])
+def test_a_retry_and_a_question_whose_time_is_written_down_wait_no_longer_because_of_the_clock(
+    how: str, shift: str, tmp_path: Path
+) -> None:
+    with waiter(tmp_path, "+0") as first:
+        first.tell(["begin and fail", how])
+        await_entry(tmp_path, {"look": "outcome", "pay": "answered"}[how])
+        first.kill()
+    witness = Witness(tmp_path / "witness")
+    tried = len(witness.notes("look") + witness.notes("ask"))
+    with waiter(tmp_path, shift) as second:
+        second.tell(["begin", how])
+        answer, wall = second.hear()  # an hour later, if it waited for the time that was written down
+        assert abs(abs(wall - time.time()) - HOUR) < HOUR / 2, "the clock was not set"
+        assert answer == {"look": "seen", "pay": "paid"}[how]
+    assert len(witness.notes("look") + witness.notes("ask")) == tried + 1
+    assert [note["attempt"] for note in witness.notes("look")] == list(range(1, tried + 2))[
+        : len(witness.notes("look"))
+    ]
+    assert len(witness.notes("pay")) == (how == "pay")
+
+
+@pytest.mark.system("faketime")
+def test_a_key_is_taken_for_forgotten_when_the_clock_says_so(tmp_path: Path) -> None:
+    with waiter(tmp_path, "+0") as first:
+        first.tell(["begin and fail", "pay by key"])
+        assert first.hear() == "paid"
+        first.kill()
+    with waiter(tmp_path, "+2h") as second:
+        second.tell(["begin", "pay by key"])
+        assert second.hear()[0] == "StepInDoubt"
+    assert len(Witness(tmp_path / "witness").notes("pay by key")) == 1
+
+
+# --- another boot -----------------------------------------------------------------------------------------------------
+
+BOOT_ID = "/proc/sys/kernel/random/boot_id"
+
+
+def booted(folder: Path, boot: str) -> list[str]:
+    """What a command is put behind to be run as on a machine of another boot."""
+    named = folder / boot
+    named.write_text(f"{boot}\n", encoding="ascii")
+    return ["unshare", "--mount", "sh", "-c", f'mount --bind "$0" {BOOT_ID} && exec "$@"', str(named)]
+
+
+FIRST_BOOT, SECOND_BOOT = "11111111-1111-4111-8111-111111111111", "22222222-2222-4222-8222-222222222222"
+
+
+@pytest.mark.system("unshare", "mount")
+def test_the_lease_of_an_earlier_boot_is_dead_and_one_of_this_boot_is_not(tmp_path: Path) -> None:
+    database, long_lease = tmp_path / "agent.db", 600
+    before, after = booted(tmp_path, FIRST_BOOT), booted(tmp_path, SECOND_BOOT)
+    with child(OWNER, database, long_lease, prefix=before) as owner:
+        assert asks(owner, "create") == "create"
+        owner.kill()
+    for proof in tmp_path.glob(
+        "agent.db.owners/*"
+    ):  # the kernel's proof of the owner's death, which a copied folder lacks
+        proof.unlink()
+    with child(OWNER, database, long_lease, prefix=before) as of_that_boot:
+        assert asks(of_that_boot, "take") == "RunOwned"
+    with child(OWNER, database, long_lease, prefix=after) as taker:
+        assert asks(taker, "take") == "take"  # ten minutes later, if it waited for the lease
+        assert asks(taker, "step") == "step"
+        with child(OWNER, database, long_lease, prefix=after) as other:
+            assert asks(other, "take") == "RunOwned"
+        assert asks(taker, "step") == "step"

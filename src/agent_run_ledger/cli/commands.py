@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import NoReturn
 
 import agent_run_ledger
-from agent_run_ledger.cli import supervise
+from agent_run_ledger.cli import preflight, supervise
 from agent_run_ledger.cli.shell import ERROR, INTERRUPTED, PIPE_CLOSED, VARIABLE, UsageError
 from agent_run_ledger.cli.terminal import plain, writable
 
@@ -80,8 +82,8 @@ class _Commands:
             parents.append(self._acts)
         added = self._commands.add_parser(
             name,
-            help=text.split(". ")[0].rstrip("."),
-            description=text,
+            help=re.split(r"[.:] |\.$", text)[0],
+            description=textwrap.fill(text, 110),
             epilog=f"example: agent-run-ledger {example}",
             parents=parents,
             formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -269,6 +271,7 @@ def _add_programs(commands: _Commands) -> None:
         of="program",
     )
     recover.add_argument("module", metavar="MODULE[:LEDGER]")
+    preflight.add(commands.add)
     supervise.add(commands.add)
     demo = commands.add(
         "demo",

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from agent_run_ledger import AgentRunLedger, StoreCorrupt
+from agent_run_ledger.cli.waiting import waits_of
 from agent_run_ledger.model import Diagnosis
 
 LITTLE_SPACE_BYTES = 500 * 1024 * 1024
@@ -97,11 +98,16 @@ def _runs(ledger: AgentRunLedger) -> Iterator[Check]:
     counted = ", ".join(f"{count} {state}" for state, count in sorted(states.items())) or "none"
     yield Check("runs", "ok", counted)
     damaged, redispatched, in_doubt = [], Counter[str](), []
-    waiting = []
+    waiting, planned, to_decide = [], [], []
     for record in records:
         seen = ledger.inspect(record.run_id)
-        if seen.is_waiting:
+        kinds = {wait.kind for wait in waits_of(ledger, record, seen.steps)}
+        if kinds & {"resolve", "release"}:
+            to_decide.append(record.run_id)
+        elif kinds & {"program", "receipt"}:
             waiting.append(record.run_id)
+        elif kinds:
+            planned.append(record.run_id)
         if seen.trouble or seen.run.is_damaged:
             damaged.append(record.run_id)
         if seen.in_doubt and seen.is_waiting:
@@ -109,7 +115,8 @@ def _runs(ledger: AgentRunLedger) -> Iterator[Check]:
         redispatched.update(str(step.tool_name) for step in seen.steps if step.step_number in seen.redispatched)
     if damaged:
         yield Check("damage", "problem", f"{_named(damaged)} cannot be read whole; `verify` says more")
-    yield Check("waiting", "warn" if waiting else "ok", _waiting(sorted(waiting)))
+    yield Check("to decide", "problem" if to_decide else "ok", _to_decide(to_decide))
+    yield Check("waiting", "warn" if waiting else "ok", _waiting(sorted(waiting), planned))
     yield Check("in doubt", "warn" if in_doubt else "ok", _in_doubt(in_doubt))
     if redispatched:
         tools = ", ".join(f"{tool!r} ({count} ×)" for tool, count in redispatched.most_common(MOST_NAMES))
@@ -121,10 +128,17 @@ def _runs(ledger: AgentRunLedger) -> Iterator[Check]:
         yield Check("undeclared", "ok", "no tool without a declared effect was dispatched again")
 
 
-def _waiting(run_ids: list[str]) -> str:
+def _to_decide(run_ids: list[str]) -> str:
     if not run_ids:
-        return "no run waits for its program"
-    return f"{_named(run_ids)} waiting for their program: start it again to go on"
+        return "no run stands until a person decides"
+    return f"{_named(run_ids)} standing until a person decides; `show` says which command helps"
+
+
+def _waiting(run_ids: list[str], planned: list[str]) -> str:
+    by_plan = f"; {_named(planned)} waiting for a time, a signal or an approval" if planned else ""
+    if not run_ids:
+        return f"no run waits for its program{by_plan}"
+    return f"{_named(run_ids)} waiting for their program: start it again to go on{by_plan}"
 
 
 def _in_doubt(run_ids: list[str]) -> str:

@@ -18,22 +18,28 @@ def ledger_of(place: str) -> agent_run_ledger.AgentRunLedger:
 
     Raises `UsageError` in one line: no such module, an error while it is imported, no ledger in it, or several of them.
     """
+    ledger: agent_run_ledger.AgentRunLedger = made_by(place, agent_run_ledger.AgentRunLedger)
+    return ledger
+
+
+def made_by(place: str, *classes: type) -> Any:
+    """The one object of these classes at the top level of a module, or the one that `MODULE:NAME` names. Raises as `ledger_of`."""
     name, _, attribute = place.partition(":")
     module = _imported(name)
+    wanted = " and no ".join(each.__name__ for each in classes)
     if attribute:
-        return _named(module, attribute)
-    found = {id(value): key for key, value in reversed(vars(module).items()) if _is_ledger(value)}
+        return _named(module, attribute, classes, wanted)
+    found = {id(value): key for key, value in reversed(vars(module).items()) if isinstance(value, classes)}
     names = sorted(found.values())
     if len(names) == 1:
-        ledger: agent_run_ledger.AgentRunLedger = vars(module)[names[0]]
-        return ledger
+        return vars(module)[names[0]]
     if names:
         raise UsageError(
             f"module {name!r} has several ledgers: say which, like {name}:{names[0]}; they are {', '.join(names)}"
         )
     pipelines = sorted(key for key, value in vars(module).items() if isinstance(value, agent_run_ledger.RunLedger))
     more = f"; {', '.join(pipelines)} is a pipeline: run its program again, and it goes on" if pipelines else ""
-    raise UsageError(f"module {name!r} has no AgentRunLedger at its top level{more}")
+    raise UsageError(f"module {name!r} has no {wanted} at its top level{more}")
 
 
 def _imported(name: str) -> ModuleType:
@@ -61,18 +67,13 @@ def _failed(name: str, error: BaseException) -> str:
     return f"module {name!r} cannot be imported: {type(error).__name__}: {error}{where}"
 
 
-def _named(module: ModuleType, path: str) -> agent_run_ledger.AgentRunLedger:
+def _named(module: ModuleType, path: str, classes: tuple[type, ...], wanted: str) -> Any:
     value: Any = module
     for part in path.split("."):
         try:
             value = getattr(value, part)
         except AttributeError:
             raise UsageError(f"module {module.__name__!r} has no {path!r}") from None
-    if not _is_ledger(value):
-        raise UsageError(f"{module.__name__}:{path} is no AgentRunLedger but a {type(value).__name__}")
-    ledger: agent_run_ledger.AgentRunLedger = value
-    return ledger
-
-
-def _is_ledger(value: object) -> bool:
-    return isinstance(value, agent_run_ledger.AgentRunLedger)
+    if not isinstance(value, classes):
+        raise UsageError(f"{module.__name__}:{path} is no {wanted} but a {type(value).__name__}")
+    return value

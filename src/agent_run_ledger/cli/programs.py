@@ -6,7 +6,7 @@ import argparse
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from types import FrameType
 from typing import NoReturn
 
@@ -38,7 +38,9 @@ def recover(given: argparse.Namespace) -> int:
     from agent_run_ledger.cli.loading import ledger_of
     from agent_run_ledger.cli.waiting import data_of_waits, told, waits_of
 
-    with _ended_by_sigterm(), ledger_of(given.module) as ledger:
+    # What the user's code prints must not come between the JSON.
+    aside = redirect_stdout(sys.stderr) if given.json else nullcontext()
+    with _ended_by_sigterm(), aside, ledger_of(given.module) as ledger:
         ended = [ledger.get_run(run_id) for run_id in ledger.recover()]
         waits = [(record, found) for record in ledger.runs() if (found := waits_of(ledger, record))]
     stuck = {record.run_id for record, found in waits if any(wait.needs_somebody for wait in found)}

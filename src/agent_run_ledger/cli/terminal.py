@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import os
 import shutil
 import sys
@@ -84,8 +85,8 @@ def when(seconds: float) -> str:
 
 
 def took(seconds: float | None) -> str:
-    """A duration for people."""
-    if seconds is None:
+    """A duration for people; nothing where there is none."""
+    if seconds is None or not math.isfinite(seconds):
         return ""
     if seconds < 1:
         return f"{seconds * 1000:.1f} ms"

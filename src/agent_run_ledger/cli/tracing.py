@@ -70,24 +70,27 @@ def _why(action: PlannedAction) -> str:
 def trace(given: argparse.Namespace) -> int:
     with opened_to_look(given) as ledger:
         record, lines = ledger.get_run(given.run_id), ledger.trace(given.run_id)
+    status = PROBLEM if any(line.event == "unreadable" for line in lines) else OK
     if given.json:
         print(as_json({"run": run_data(record), "trace": [data_of(line) for line in lines]}))
-        return OK
+        return status
     print(f"run {record.run_id!r} is {record.status}" + (f": {plain(record.cause)}" if record.cause else ""))
     print()
     print(traced(lines))
-    return OK
+    return status
 
 
 def traced(lines: Sequence[TraceLine]) -> str:
     """A trace as a table: each line's entry, its time, how long after the first line that was, and what happened, whole."""
-    begun = lines[0].at if lines else 0.0
-    rows = (
-        (line.seq, when(line.at), f"+{took(max(0.0, line.at - begun))}", line.step_number, line.tool_name, line.attempt, line.event, line.text)
-        for line in lines
-    )  # fmt: skip
+    begun = next((line.at for line in lines if line.at), 0.0)
+    rows = (_trace_row(line, begun) for line in lines)
     heads = ("ENTRY", "AT", "AFTER", "STEP", "TOOL", "ATTEMPT", "EVENT", "WHAT")
     return table(heads, rows, stretch=7, is_wrapped=True)
+
+
+def _trace_row(line: TraceLine, begun: float) -> tuple[object, ...]:
+    times = (when(line.at), f"+{took(max(0.0, line.at - begun))}") if line.at else ("", "")
+    return (line.seq, *times, line.step_number, line.tool_name, line.attempt, line.event, line.text)
 
 
 # --- dead letters -----------------------------------------------------------------------------------------------------

@@ -529,7 +529,8 @@ class AsyncDriver:
 
     async def _look_up(self, run: HeldRun, effect: Commit) -> Any:
         """The answer of the log, as far as it seems to have one: nothing has to be written then."""
-        if run.turns is None and not run.history.pipeline:  # whose steps are known by name, in whatever order they come
+        # the steps of a pipeline are known by name, in whatever order they come
+        if run.turns is None and run.is_begun and not run.history.pipeline:
             await self._begin_order(run)
         if effect.is_recorded and (plan := self._recorded(run, effect)) is not None:
             self._in_loop.replayed += 1
@@ -614,18 +615,18 @@ class AsyncDriver:
         except BaseException as error:
             return Result(None, error)
 
-    async def _rest(self, effect: Rest) -> None:
+    async def _rest(self, effect: Rest) -> bool:
         run = cast(HeldRun, effect.run)
-        seen = await self.in_thread(lambda: self.sync.lie_down(effect))
+        seen, end = await self.in_thread(lambda: self.sync.lie_down(effect))
         pause = POLL_SECONDS
         try:
-            while not await self.in_thread(lambda: self.sync.is_roused(effect, seen)):
+            while not await self.in_thread(lambda: self.sync.is_roused(effect, seen, end)):
                 await self.in_thread(lambda: self.sync.may_rest(effect))
-                left = pause if effect.until is None else max(0.0, effect.until - self._clock.now())
-                await self.pause(min(pause, left))
+                await self.pause(min(pause, self.sync.left(effect, end)))
                 pause = min(pause * 1.5, LONGEST_POLL_SECONDS)
         finally:
             run.resting.discard(effect.call.position)
+        return self.sync.left(effect, end) <= 0
 
     async def _invoke_in_time(self, run: HeldRun, effect: Invoke, seconds: float) -> Result:
         """A coroutine is cancelled when its time is up; a thread is left to itself."""

@@ -224,25 +224,30 @@ class SyncDriver:
             return Result(None, error)
         return _not_awaited(value, f"the receipt of {effect.step.tool!r}")
 
-    def _rest(self, effect: Rest) -> None:
+    def _rest(self, effect: Rest) -> bool:
         run = cast(HeldRun, effect.run)
-        seen = self.lie_down(effect)
+        seen, end = self.lie_down(effect)
         pause = POLL_SECONDS
         try:
-            while not self.is_roused(effect, seen):
+            while not self.is_roused(effect, seen, end):
                 self.may_rest(effect)
-                left = math.inf if effect.until is None else max(0.0, effect.until - self._clock.now())
-                self._clock.sleep(min(pause, left))
+                self._clock.sleep(min(pause, self.left(effect, end)))
                 pause = min(pause * 1.5, LONGEST_POLL_SECONDS)
         finally:
             run.resting.discard(effect.call.position)
+        return self.left(effect, end) <= 0
 
-    def lie_down(self, effect: Rest) -> int:
-        """This call needs nobody to hold its run. Returns how many requests were seen by now."""
+    def lie_down(self, effect: Rest) -> tuple[int, float]:
+        """This call needs nobody to hold its run. Returns how many requests were seen by now, and when it ends, on the elapsed clock."""
         run = cast(HeldRun, effect.run)
         with run.lock:
             run.resting.add(effect.call.position)
-            return run.inbox
+            return run.inbox, math.inf if effect.at_most is None else self._clock.elapsed() + effect.at_most
+
+    def left(self, effect: Rest, end: float) -> float:
+        """Seconds until its time has come: by the wall clock, and never more than it was meant to wait in all."""
+        by_the_wall = math.inf if effect.until is None else effect.until - self._clock.now()
+        return max(0.0, min(by_the_wall, end - self._clock.elapsed()))
 
     def may_rest(self, effect: Rest) -> None:
         """Let go of the run, if none of its calls does anything but wait. Raises `Suspended` where nobody is to wait in a thread."""
@@ -256,10 +261,10 @@ class SyncDriver:
                 if run.suspends:
                     raise Suspended
 
-    def is_roused(self, effect: Rest, seen: int) -> bool:
+    def is_roused(self, effect: Rest, seen: int, end: float) -> bool:
         """Whether its time has come, or somebody may have sent what it waits for, or has the run."""
         run = cast(HeldRun, effect.run)
-        if effect.until is not None and self._clock.now() >= effect.until:
+        if self.left(effect, end) <= 0:
             return True
         with run.lock:
             if run.made.get(effect.call.position) is not effect.call or run.history.state.is_terminal:

@@ -125,13 +125,17 @@ class Wait(NamedTuple):
 
 
 class Rest(NamedTuple):
-    """Come back when `until` has come or somebody has asked something of the run. Unless other calls are under way nobody holds it
-    meanwhile."""
+    """Come back when the time has come, and answer whether it has, or when somebody has asked something of the run.
+
+    Unless other calls are under way nobody holds the run meanwhile.
+    """
 
     run: LiveRun
     call: Call
     until: float | None
     """Unix seconds; None: only what somebody asks ends it."""
+    at_most: float | None
+    """Seconds that it waits in this process at the most: a clock that is set back makes no wait longer than it was meant to be."""
 
 
 class Fetch(NamedTuple):

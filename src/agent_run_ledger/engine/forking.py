@@ -33,7 +33,9 @@ def carried(
     for row in rows:
         body = parse(row.body)
         if row.kind == "created":
-            kept: dict[str, Any] = {name: body[name] for name in ("format", "pipeline", "agent", "parent") if name in body}
+            kept: dict[str, Any] = {
+                name: body[name] for name in ("format", "pipeline", "agent", "parent") if name in body
+            }
             drafts.append(
                 Draft("created", None, {**kept, "forked_from": history.run_id, **limits}, _payload(row, body))
             )

@@ -147,6 +147,11 @@ class StepHistory:
         return self.outcome is not None and (self.outcome.is_final or self.followed or self.missed > 0)
 
     @property
+    def is_retried(self) -> bool:
+        """Whether it failed, and is to be tried again without anybody being told."""
+        return self.outcome is not None and self.outcome.retry_at is not None and not self.is_settled
+
+    @property
     def is_missed(self) -> bool:
         """Whether a replay tells the program that it was interrupted here."""
         return self.missed > 0 or (self.outcome is not None and self.outcome.ok == "cancelled")

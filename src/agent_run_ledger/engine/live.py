@@ -78,6 +78,8 @@ class LiveRun:
         self.replayed = 0
         self.turns: Turns | None = None
         """The order in which outcomes are handed out, where calls run side by side in an event loop."""
+        self.is_begun = True
+        """Whether a program is at work; not while steps are settled before it begins, in whatever order."""
         self.resting: set[str] = set()
         """The positions of calls that wait for something outside, and need no owner meanwhile."""
         self.restart()
@@ -108,6 +110,8 @@ class LiveRun:
         self.divergence: ReplayDivergence | None = None
         """What the program was told when it asked for something else than what is recorded: it appends nothing any more."""
         self.turns = None
+        self.settled: set[str] = set()
+        """The positions of steps that were settled just before the program began: it is told how they failed, if they did."""
         self.leaving: str | None = None
         """Whether the last call that ends gives the run back, and with which note; None: it does not."""
 

@@ -84,7 +84,7 @@ def raised(
 
 def leaves_open(run: LiveRun, call: Call, step: StepHistory, error: Exception, told: Classified) -> bool:
     """Whether a call that must not be made twice may have taken effect before it failed, for all that its error and its tool say."""
-    if call.options.retry is not None or told.is_executed_never or told.verdict == "fatal":
+    if call.options.retry is not None or told.is_executed_never:
         return False
     return must_not_repeat(run, call, step) and not issubclass(type(error), (*call.options.raises, *call.options.fatal))
 
@@ -96,7 +96,7 @@ def must_not_repeat(run: LiveRun, call: Call | None, step: StepHistory, now: flo
     """
     effect = step.declared if call is None else call.options.effect or step.declared
     if effect is Effect.IDEMPOTENT and call is not None and call.options.key_window is not None and now is not None:
-        return now - step.keyed_at > call.options.key_window
+        return bool(now - step.keyed_at > call.options.key_window)
     return effect is Effect.MUTATE or (effect is None and run.undeclared == "block")
 
 

@@ -42,6 +42,8 @@ def step(run: LiveRun, call: Call) -> Flow[Any]:
         # Looked up each time: a run that was in doubt is read anew, and what it was before learns of nothing any more.
         while (this := run.history.positions.get(position)) is not None and not this.is_settled:
             if this.outcome is not None:
+                if call.settles:
+                    break  # its program waits for the retry, beside whatever else it does
                 assert this.outcome.retry_at is not None
                 yield from attempts.wait_to_retry(run, call, this, this.outcome.retry_at)
             elif this.waits is not None:
@@ -121,7 +123,8 @@ def _intend(call: Call, run: LiveRun, moment: Moment) -> Plan:
         return Plan(answer=Fetch(run, step.seq))
     if (differs := divergence(run, call, step)) is not None:
         return Plan(error=differs)
-    if step.stands or (step.outcome is not None and (history.state.is_terminal or position in call.branch.answered)):
+    is_told = position in call.branch.answered or (position in run.settled and not step.is_retried)
+    if step.stands or (step.outcome is not None and (history.state.is_terminal or is_told)):
         return Plan(is_replay=True)
     if (ending := admission.ending(run)) is not None:
         return Plan(error=ending)

@@ -27,15 +27,16 @@ def waiting(wait: DurableWait, intent: Draft, moment: Moment) -> Draft:
 
 def rest(run: LiveRun, call: Call, step: StepHistory) -> Flow[None]:
     """Wait until what the call waits for has come, or its time has."""
+    is_over = False
     while True:
-        yield from commit(run, call, partial(_come, call))
+        yield from commit(run, call, partial(_come, call, is_over))
         this = run.history.positions.get(call.position)
         if this is None or this.outcome is not None or run.made.get(call.position) is not call:
             return
-        yield Rest(run, call, this.until)
+        is_over = yield Rest(run, call, this.until, call.wait.seconds if call.wait is not None else None)
 
 
-def _come(call: Call, run: LiveRun, moment: Moment) -> Plan:
+def _come(call: Call, is_over: bool, run: LiveRun, moment: Moment) -> Plan:
     step, wait = run.history.positions.get(call.position), call.wait
     if step is None or wait is None or step.outcome is not None or run.made.get(call.position) is not call:
         return Plan()
@@ -47,7 +48,7 @@ def _come(call: Call, run: LiveRun, moment: Moment) -> Plan:
         sent = signal.payload or call.fetched.get(signal.seq)
         told = canonical.decode(sent) if sent is not None else {"by": "", "value": None}
         return Plan([_taken(step, wait, signal, told)])
-    if step.until is None or moment.now < step.until:
+    if step.until is None or not (is_over or moment.now >= step.until):
         return Plan()
     if wait.sort == "sleep":
         return Plan([waited(step, "completed", canonical.encode(None))])

@@ -92,22 +92,23 @@ def _judge(error: object, seen: dict[int, object]) -> Classified | None:
     if not _is_a(error, BaseException) or id(error) in seen or len(seen) >= _REACH:
         return None
     seen[id(error)] = error
-    told, is_all = _by_itself(error)
-    if not is_all:
+    told, open_to = _by_itself(error)
+    if open_to != "nothing":
         beneath = [answer for each in _made_of(error) if (answer := _judge(each, seen)) is not None]
-        told = _AMBIGUOUS if _AMBIGUOUS in beneath else next(iter(beneath), told)
-        if told is not None and _is_a(error, BaseExceptionGroup) and told is not _AMBIGUOUS:
-            told = _UNKNOWN  # what became of the tasks that were cancelled beside the failed ones is not told
+        if _AMBIGUOUS in beneath:
+            told = _AMBIGUOUS
+        elif beneath and open_to == "anything":
+            told = _UNKNOWN if _is_a(error, BaseExceptionGroup) else beneath[0]
     if told is _AMBIGUOUS:
         return told
-    links = list(_links(error, tells_all=is_all))
+    links = list(_links(error, tells_all=open_to == "nothing"))
     if len(links) >= _REACH:
         return _UNKNOWN
     for link in links:
         earlier = CONTEXT_OF(link)
         if not any(earlier is each for each in links) and _judge(earlier, seen) is _AMBIGUOUS:
             return _AMBIGUOUS
-    if told is _RETRYABLE and any(_by_itself(link)[0] is _FATAL for link in links):
+    if told is _RETRYABLE and any(_by_class(link)[0] is _FATAL for link in links):
         return _FATAL  # no connection, because of a certificate
     return told
 
@@ -146,31 +147,54 @@ def _links(error: BaseException, tells_all: bool) -> Iterator[BaseException]:
 # --- one error --------------------------------------------------------------------------------------------------------
 
 
-def _by_itself(error: BaseException) -> tuple[Classified | None, bool]:
-    """What an error tells without those behind it, and whether that is all there is to know."""
+_Open = Literal["nothing", "doubt", "anything"]
+
+
+def _by_itself(error: BaseException) -> tuple[Classified | None, _Open]:
+    """What an error tells without those that it is made of, and what those can change.
+
+    A client may make up an answer of one that was lost: then it is in doubt, whatever it says. A wrapper says what it wraps, and so does a
+    group, but for one thing: that its tasks beside the failed ones did nothing, since they were cancelled.
+    """
     if _is_a(error, BaseExceptionGroup):
-        return None, False
-    status = _status(error)
-    if status is not None:  # an answer came, and it says what it is
-        return _by_answer(error, status), True
-    for name in ("sqlstate", "pgcode"):  # psycopg and asyncpg, psycopg2
-        state = _quiet(error, name)
-        if _is_a(state, str) and len(state := str.__str__(state)) == 5:
-            return _BY_SQLSTATE.get(state) or _BY_SQLSTATE.get(state[:2]) or _UNKNOWN, True
+        return None, "anything"
+    named, open_to = _by_class(error)
+    if named is _AMBIGUOUS and open_to == "nothing":
+        return named, open_to
+    answered = _by_answer(error)
+    if answered is not None:
+        return answered, "doubt"
     if _quiet(error, "pgconn") is not None:  # psycopg: set by an attempt to connect, and by nothing else
-        return _RETRYABLE, True
-    code = _quiet(error, "smtp_code")
-    if type(code) is int and 400 <= code < 600:  # RFC 5321 §4.2.1: the action was not taken, for now or for good
-        return (_RETRYABLE if code < 500 else _FATAL), True
+        return _RETRYABLE, "nothing"
+    return named, open_to
+
+
+def _by_class(error: BaseException) -> tuple[Classified | None, _Open]:
+    """What the name of its class tells, or of one above it."""
     for cls in MRO_OF(type(error)):
         for name in _names(cls):
             if name in _BY_NAME:
-                return _BY_NAME[name], True
+                return _BY_NAME[name], "nothing"
             if name in _WRAPPERS:
-                return _AMBIGUOUS, False
+                return _AMBIGUOUS, "anything"
     if _is_a(error, OSError) and type(number := _quiet(error, "errno")) is int and number in _BY_ERRNO:
-        return _BY_ERRNO[number], True
-    return None, False
+        return _BY_ERRNO[number], "nothing"
+    return None, "anything"
+
+
+def _by_answer(error: BaseException) -> Classified | None:
+    """What the receiver answered: a status of HTTP, a state of SQL, a reply of SMTP."""
+    status = _status(error)
+    if status is not None:
+        return _by_status(error, status)
+    for name in ("sqlstate", "pgcode"):  # psycopg and asyncpg, psycopg2
+        state = _quiet(error, name)
+        if _is_a(state, str) and len(state := str.__str__(state)) == 5:
+            return _BY_SQLSTATE.get(state) or _BY_SQLSTATE.get(state[:2]) or _UNKNOWN
+    code = _quiet(error, "smtp_code")
+    if type(code) is int and 400 <= code < 600:  # RFC 5321 §4.2.1: the action was not taken, for now or for good
+        return _RETRYABLE if code < 500 else _FATAL
+    return None
 
 
 def _names(cls: type) -> tuple[str, str]:
@@ -192,13 +216,12 @@ _BY_NAME: dict[str, Classified] = {
             "httpx.ProxyError", "httpx2.ProxyError", "httpcore.ProxyError", "httpcore2.ProxyError",  # the tunnel was refused
             "ClientConnectorError", "aiohttp.ConnectionTimeoutError", "botocore.EndpointConnectionError",
             "psycopg.ConnectionTimeout", "psycopg_pool.TooManyRequests",
-            "SMTPConnectError", "SMTPHeloError",
             "SMTPRecipientsRefused",  # nobody got it; some of the refusals may be for now only
         ],
         # the program asked for what cannot be sent, or the receiver is not the one it says it is
         _FATAL: [
             "InvalidURL", "MissingSchema", "InvalidSchema", "UnsupportedProtocol", "LocationValueError",
-            "SSLCertVerificationError", "SMTPNotSupportedError", "psycopg_pool.PoolClosed",
+            "NonHttpUrlClientError", "SSLCertVerificationError", "SMTPNotSupportedError", "psycopg_pool.PoolClosed",
         ],
         # the program broke the protocol, possibly after its request was complete
         _HOPELESS: ["LocalProtocolError"],
@@ -209,7 +232,7 @@ _BY_NAME: dict[str, Classified] = {
             "SSLEOFError", "SSLZeroReturnError", "SMTPServerDisconnected",
             "RemoteDisconnected", "BadStatusLine", "IncompleteRead", "LineTooLong",
             "ReadTimeout", "WriteTimeout", "ReadTimeoutError", "ReadError", "WriteError", "CloseError", "RemoteProtocolError",
-            "DecodingError", "ChunkedEncodingError", "ContentDecodingError", "urllib3.DecodeError",
+            "DecodingError", "HttpProcessingError", "ChunkedEncodingError", "ContentDecodingError", "urllib3.DecodeError",
             "ServerDisconnectedError", "ServerTimeoutError", "ClientPayloadError", "botocore.ConnectionClosedError",
         ],
         # a redirect was followed: the answer that sent us there may have been the effect
@@ -306,7 +329,7 @@ _BY_STATUS = {
 }
 
 
-def _by_answer(error: BaseException, status: int) -> Classified:
+def _by_status(error: BaseException, status: int) -> Classified:
     """What the status means, and the exceptions to it that the answer itself makes."""
     told = _BY_STATUS.get(status) or (_FATAL if 400 <= status < 500 else _UNKNOWN)
     if told is _AMBIGUOUS:
@@ -318,10 +341,14 @@ def _by_answer(error: BaseException, status: int) -> Classified:
         told = _FATAL if told.is_executed_never else _HOPELESS
     elif hint == "true" and told.is_executed_never:
         told = _RETRYABLE
-    if told.is_executed_never and _quiet(_quiet(error, "response"), "history"):
-        # a redirect was followed: the answer that sent us here may have been the effect
+    if told.is_executed_never and _was_redirected(error):  # the answer that sent us here may have been the effect
         return _UNKNOWN if told is _RETRYABLE else _HOPELESS
     return told
+
+
+def _was_redirected(error: BaseException) -> bool:
+    histories = [_quiet(place, "history") for place in (_quiet(error, "response"), error)]
+    return any((type(hops) is list or type(hops) is tuple) and len(hops) > 0 for hops in histories)
 
 
 def _is_out_of_money(error: BaseException) -> bool:

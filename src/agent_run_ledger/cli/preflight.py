@@ -1,0 +1,116 @@
+"""The command that says, before a deploy, what changed code makes of the runs that are open."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import Counter
+from collections.abc import Callable
+from contextlib import nullcontext, redirect_stdout
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import agent_run_ledger
+from agent_run_ledger.cli.loading import _imported
+from agent_run_ledger.cli.shell import OK, PROBLEM, UsageError
+from agent_run_ledger.cli.terminal import Progress, as_json, counted, plain, table
+
+if TYPE_CHECKING:
+    from agent_run_ledger.preflight import Forecast
+
+_WORST_FIRST = ("diverges", "fails", "not here", "stands", "goes on")
+_PHRASES = {
+    "diverges": "would diverge",
+    "fails": "cannot be replayed",
+    "not here": "of programs that are not registered here",
+    "stands": "would stand where they stand",
+    "goes on": "would go on",
+}
+
+
+def preflight(given: argparse.Namespace) -> int:
+    from agent_run_ledger.preflight import nothing_is_opened, preflight
+
+    progress = Progress(sys.stderr)
+    # What the user's code prints is left alone, but must not come between the JSON.
+    with redirect_stdout(sys.stderr) if given.json else nullcontext():
+        with nothing_is_opened():
+            ledger = _ledger_or_pipeline(given.module)
+        try:
+            forecast = preflight(
+                ledger,
+                given.db,
+                timeout=given.timeout,
+                told=lambda done, of: progress.show(f"replaying: {done} of {counted(of, 'open run', 'open runs')}"),
+            )
+        finally:
+            progress.clear()
+    if given.json:
+        print(as_json(asdict(forecast)))
+    else:
+        _print(forecast)
+    return OK if forecast.ok else PROBLEM
+
+
+def _ledger_or_pipeline(place: str) -> agent_run_ledger.AgentRunLedger | agent_run_ledger.RunLedger:
+    """What a module makes at its top level: `billing.agent`, or `billing.agent:ledger` where it makes several. Raises `UsageError`."""
+    name, _, attribute = place.partition(":")
+    made = vars(_imported(name))
+    if attribute:
+        value: Any = made.get(attribute)
+        if not _is_either(value):
+            raise UsageError(f"{place} is no AgentRunLedger and no RunLedger")
+        return value
+    found = {id(value): (key, value) for key, value in reversed(made.items()) if _is_either(value)}
+    if not found:
+        raise UsageError(f"module {name!r} has no AgentRunLedger and no RunLedger at its top level")
+    if len(found) > 1:
+        names = sorted(key for key, _ in found.values())
+        raise UsageError(
+            f"module {name!r} has several ledgers: say which, like {name}:{names[0]}; they are {', '.join(names)}"
+        )
+    ((_, ledger),) = found.values()
+    return ledger
+
+
+def _is_either(value: object) -> bool:
+    return isinstance(value, agent_run_ledger.AgentRunLedger | agent_run_ledger.RunLedger)
+
+
+def add(add: Callable[..., argparse.ArgumentParser]) -> None:
+    """Add the command to the parser."""
+    command = add(
+        "preflight",
+        "preflight",
+        "Say before a deploy what the code, as it is now, makes of the runs that are open. Each is replayed on a copy, with nothing "
+        "dispatched and nothing written, up to the first call that is not recorded. MODULE is imported as `python -m` would find it; "
+        "it makes an AgentRunLedger or a RunLedger, named by LEDGER where there are several. Without --db the database is that "
+        "ledger's own. The exit status is 1 if a run would diverge or cannot be replayed.",
+        "--db agent.db preflight billing.agent:ledger",
+    )
+    command.add_argument("module", metavar="MODULE[:LEDGER]")
+    command.add_argument(
+        "--timeout", metavar="SECONDS", type=_seconds, default=10.0, help="how long one replay may take (default: 10)"
+    )
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < 1e6:
+        raise argparse.ArgumentTypeError(f"a number of seconds is needed, not {plain(text)[:60]!r}")
+    return seconds
+
+
+def _print(forecast: Forecast) -> None:
+    if not forecast.runs:
+        print("no run is open")
+        return
+    runs = sorted(forecast.runs, key=lambda run: _WORST_FIRST.index(run.verdict))
+    rows = ((run.run_id, run.program, run.status, run.verdict, run.position, run.text) for run in runs)
+    print(table(("RUN", "PROGRAM", "STATUS", "VERDICT", "AT", "WHY"), rows, stretch=5))
+    number = Counter[str](run.verdict for run in runs)
+    said = ", ".join(f"{number[verdict]} {_PHRASES[verdict]}" for verdict in _WORST_FIRST if number[verdict])
+    print(f"\n{plain(counted(len(runs), 'open run', 'open runs'))}: {said}")
