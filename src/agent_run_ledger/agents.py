@@ -191,9 +191,11 @@ class Start:
 def program_of(run: Run, held: HeldRun) -> Iterator[None]:
     """The calling code is the run's program, and in no step."""
     place, inside = place_variable.set(Place(run, held.root)), step_variable.set(None)
+    held.strands = {caller()}
     try:
         yield
     finally:
+        held.strands = set()
         run.over()
         with suppress(ValueError):  # closed from elsewhere, as a coroutine may be whose loop is closed
             place_variable.reset(place)

@@ -186,7 +186,7 @@ class Run:
         """
         branches = self._branches(len(thunks))
         if self._is_async:
-            return self._ledger._asynchronous.gather(self, branches, thunks, None)
+            return self._ledger._asynchronous.gather(self, branches, thunks, None, self._held.strands)
         return self._in_threads(branches, thunks, len(thunks))
 
     def map(self, tool: Callable[..., Any], items: Iterable[Any], concurrency: int | None = None) -> Any:
@@ -203,7 +203,7 @@ class Run:
             return self._in_threads(branches, thunks, concurrency or MOST_THREADS)
         if not functions.signature(tool).is_async:
             thunks = [self._ledger._asynchronous.threaded(thunk, functions.name_of(tool)) for thunk in thunks]
-        return self._ledger._asynchronous.gather(self, branches, thunks, concurrency)
+        return self._ledger._asynchronous.gather(self, branches, thunks, concurrency, self._held.strands)
 
     def _branches(self, number: int) -> list[Branch]:
         parent = self.stand("gather")
@@ -216,6 +216,7 @@ class Run:
         waiting = list(zip(branches, thunks, strict=True))
         works: list[Work] = []
         running: list[Work] = []
+        strands = self._held.strands
         try:
             for branch, thunk in waiting:
                 if len(running) >= concurrency:
@@ -225,10 +226,14 @@ class Run:
                 work = Work(self.in_branch, {"branch": branch, "thunk": thunk}, "branch")
                 works.append(work)
                 running.append(work)
+                strands.add(branch)
+                strands.discard(caller())
                 work.start()
         finally:  # an interrupt waits for the threads; a second one leaves them to themselves
             for work in works:
                 work.wait(None)
+            strands.difference_update(branches)
+            strands.add(caller())
             self.joined(branches)
         for work in works:
             if work.result.error is not None:
@@ -236,9 +241,15 @@ class Run:
         return [work.result.value for work in works]
 
     def in_branch(self, branch: Branch, thunk: Callable[[], T]) -> T:
-        """Call `thunk` as the program of this branch."""
-        with self.standing_in(branch):
-            return thunk()
+        """Call `thunk` as the program of this branch, in a thread of its own."""
+        strands = self._held.strands
+        strands.add(caller())
+        strands.discard(branch)
+        try:
+            with self.standing_in(branch):
+                return thunk()
+        finally:
+            strands.discard(caller())
 
     def joined(self, branches: list[Branch]) -> None:
         """The program goes on behind these branches."""
@@ -349,9 +360,11 @@ class OpenRun:
         self._held = held
         self._run = Run(self._ledger, held, is_async=is_async)
         self._tokens = place_variable.set(Place(self._run, held.root)), step_variable.set(None)
+        held.strands = {caller()}
         return self._run
 
     def _leave(self) -> None:
+        self._held.strands = set()
         self._run.over()
         place, inside = self._tokens
         with suppress(ValueError):  # left in another context than it was entered in

@@ -118,11 +118,6 @@ class Service:
         """Answer every request that is held."""
         self._order(let_go=True)
 
-    def await_held(self) -> int:
-        """Wait until the next request is held; its number. Each is told once."""
-        assert self._process.stdout is not None
-        return int(json.loads(self._process.stdout.readline())["held"])
-
     def requests(self, *paths: str) -> list[Request]:
         """What came, in order: those whose path begins as one of these, or all."""
         return [
@@ -181,13 +176,13 @@ class World:
     requests: int = 0
     questions: int = 0
 
-    def take(self, method: str, path: str, headers: list[tuple[str, str]], body: bytes) -> tuple[int, Deed | None]:
-        """Write a request down. Its number, and what befalls it."""
+    def take(self, method: str, path: str, headers: list[tuple[str, str]], body: bytes) -> Deed | None:
+        """Write a request down. What befalls it."""
         self.requests += 1
         text = body.decode("latin-1")
         self.log.note("request", number=self.requests, method=method, path=path, headers=headers, body=text)
         befalling = [fault.do for fault in self.faults if fault.befalls(path)]
-        return self.requests, befalling[0] if befalling else None
+        return befalling[0] if befalling else None
 
     def answer(self, method: str, path: str, key: str | None, body: bytes) -> tuple[int, dict[str, Any]]:
         """Do what was asked for: the status and the answer."""
@@ -242,12 +237,11 @@ class Handler(BaseHTTPRequestHandler):
             return
         world, woken = self.world, self.wake[0]
         with world.lock:
-            number, fault = world.take(self.command, self.path, list(self.headers.items()), body)
+            fault = world.take(self.command, self.path, list(self.headers.items()), body)
             status, answer = 504, {"error": "no answer in time"}
             if fault is None or fault.startswith("commit"):
                 status, answer = world.answer(self.command, self.path, self.headers.get("Idempotency-Key"), body)
         if fault is not None and fault.endswith("hold"):
-            say({"held": number})
             readable, _, _ = select.select([self.connection, woken], [], [])
             fault = None if woken in readable else "close"
         if fault is not None and fault.endswith("close"):

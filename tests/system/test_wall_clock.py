@@ -124,8 +124,8 @@ from pathlib import Path
 from agent_run_ledger import Receipt, WaitTimeout
 from agent_run_ledger.stores.clock import SystemClock
 from support.witness import Witness
-# libfaketime refuses the call that time.sleep makes
-SystemClock.sleep = staticmethod(lambda seconds: select.select([], [], [], seconds))
+time.sleep = lambda seconds: select.select([], [], [], seconds)  # libfaketime refuses the call that time.sleep makes
+SystemClock.sleep = staticmethod(time.sleep)
 warnings.simplefilter("ignore", UndeclaredEffectWarning)
 database, witness = arguments[0], Witness(Path(arguments[1]))
 ledger = AgentRunLedger(database, durability="process", lease_seconds=600)
@@ -163,11 +163,11 @@ def note(what):
 @ledger.agent()
 def agent(how):
     run = current_run()
-    if how == "sleep":
-        run.sleep(1_800)
-    elif how == "wait":
+    if how in ("sleep", "nap"):
+        run.sleep(1_800 if how == "sleep" else 5)
+    elif how in ("wait", "short wait"):
         try:
-            run.wait_for("word", timeout=1_800)
+            run.wait_for("word", timeout=1_800 if how == "wait" else 5)
         except WaitTimeout:
             return note("in vain")
     else:
@@ -218,6 +218,23 @@ def test_a_wait_is_over_when_the_clock_is_set_behind_its_end_and_its_run_goes_on
         assert set(answers) <= {result, "RunOwned"}, "who is second is told that the other goes on, or gets its result"
         assert len(Witness(tmp_path / "witness").notes("went on")) == 1
         assert (here.get_run("r").status, here.verify().findings) == ("COMPLETED", [])
+
+
+@pytest.mark.system("faketime")
+@pytest.mark.parametrize(("how", "result"), [("nap", "woken"), ("short wait", "in vain")])
+def test_a_clock_that_is_set_back_makes_a_wait_no_longer_than_it_was_asked_for(
+    how: str, result: str, tmp_path: Path
+) -> None:
+    clock = tmp_path / "clock"
+    clock.write_text("+0\n", encoding="ascii")
+    with waiter(tmp_path, clock) as process:
+        process.tell(["begin", how])
+        await_entry(tmp_path, "waiting")
+        clock.write_text("-1h\n", encoding="ascii")
+        answer, wall = process.hear()  # an hour later, if it waited for the time that was written down
+        assert time.time() - wall > HOUR / 2, "the clock was not set"
+        assert answer == result
+    assert len(Witness(tmp_path / "witness").notes("went on")) == 1
 
 
 @pytest.mark.system("faketime")

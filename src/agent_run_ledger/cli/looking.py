@@ -41,12 +41,12 @@ def runs(given: argparse.Namespace) -> int:
         if len(shown) < len(records):
             print(f"the newest {len(shown)} of {len(records)} runs (--limit 0 shows all):")
         heads = ("RUN", "STATUS", "STEPS", "UPDATED", "GOAL", "CAUSE")
-        print(table(heads, (_run_row(record, told(waits_of(ledger, record))) for record in shown), stretch=5))
+        print(table(heads, (_run_row(ledger, record) for record in shown), stretch=5))
     return status
 
 
-def _run_row(record: agent_run_ledger.RunRecord, waits: str | None) -> tuple[str | None, ...]:
-    cause = record.cause or waits
+def _run_row(ledger: agent_run_ledger.AgentRunLedger, record: agent_run_ledger.RunRecord) -> tuple[str | None, ...]:
+    cause = record.cause or told(waits_of(ledger, record))
     updated = when(record.updated_at) if record.updated_at else ""
     return (record.run_id, record.status, str(record.total_steps), updated, cut(record.goal, 40), cause)
 
@@ -138,7 +138,7 @@ def _notes(
             "for the tool."
         )
     for wait in waits:
-        yield f"This run waits for {plain(wait.what)}."
+        yield f"This run waits for {plain(wait.what).rstrip('.')}."
         if wait.kind in ("program", "receipt"):
             yield "Start its program again, and it goes on where it stands."
         elif wait.kind == "resolve":

@@ -47,9 +47,11 @@ def waits_of(ledger: AgentRunLedger, record: RunRecord, steps: Sequence[StepReco
         return []
     try:
         planned = ledger.plan(record.run_id)
-        known = {step.step_number: step for step in (ledger.steps(record.run_id) if steps is None else steps)}
+        if steps is None:  # which are read for the names of waits only
+            steps = ledger.steps(record.run_id) if any(each.action == "wait" for each in planned) else []
     except StoreCorrupt:
         return []
+    known = {step.step_number: step for step in steps}
     waits = [_wait(record, action, known.get(action.step_number)) for action in planned]
     return waits or [Wait("program", "its program" + (f", which was left by {record.cause}" if record.cause else ""))]
 

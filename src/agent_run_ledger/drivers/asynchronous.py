@@ -382,9 +382,9 @@ class AsyncDriver:
             await asyncio.wait(tasks, timeout=_STOP_SECONDS)
 
     async def gather(
-        self, run: Run, branches: list[Branch], thunks: Sequence[Any], concurrency: int | None
+        self, run: Run, branches: list[Branch], thunks: Sequence[Any], concurrency: int | None, strands: set[object]
     ) -> list[Any]:
-        """See `Run.gather` and `Run.map`."""
+        """See `Run.gather` and `Run.map`. `strands` are the tasks in which the run's program is at work."""
         limit = asyncio.Semaphore(concurrency) if concurrency is not None else None
         failed = False
 
@@ -406,9 +406,14 @@ class AsyncDriver:
                     limit.release()
 
         tasks = [asyncio.create_task(one(branch, thunk)) for branch, thunk in zip(branches, thunks, strict=True)]
+        strands.update(tasks)
+        strands.discard(caller())
+        for task in tasks:
+            task.add_done_callback(strands.discard)
         try:
             results = await asyncio.gather(*tasks, return_exceptions=True)
         finally:
+            strands.add(caller())
             for thunk in thunks:
                 if inspect.iscoroutine(thunk) and inspect.getcoroutinestate(thunk) == inspect.CORO_CREATED:
                     thunk.close()  # its branch was not begun

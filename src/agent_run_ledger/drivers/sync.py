@@ -253,7 +253,7 @@ class SyncDriver:
         """Let go of the run, if none of its calls does anything but wait. Raises `Suspended` where nobody is to wait in a thread."""
         run = cast(HeldRun, effect.run)
         with run.lock:
-            if run.made.keys() <= run.resting:
+            if run.is_resting:
                 if run.is_held:
                     with suppress(StoreError):  # the lease runs out by itself
                         self.pay(run)

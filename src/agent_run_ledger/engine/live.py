@@ -82,6 +82,8 @@ class LiveRun:
         """Whether a program is at work; not while steps are settled before it begins, in whatever order."""
         self.resting: set[str] = set()
         """The positions of calls that wait for something outside, and need no owner meanwhile."""
+        self.strands: set[object] = set()
+        """The tasks and threads in which the program is at work, as far as they are known: each may be about to make a call."""
         self.restart()
 
     @property
@@ -93,6 +95,13 @@ class LiveRun:
     def latest(self) -> float | None:
         """The Unix time from which on nothing new is dispatched."""
         return self.history.deadline or self.deadline
+
+    @property
+    def is_resting(self) -> bool:
+        """Whether nothing of the run does anything but wait, so that nobody need own it."""
+        return self.made.keys() <= self.resting and self.strands <= {
+            self.made[at].maker for at in self.resting & self.made.keys()
+        }
 
     @property
     def is_cancelled(self) -> bool:

@@ -33,6 +33,8 @@ def rest(run: LiveRun, call: Call, step: StepHistory) -> Flow[None]:
         this = run.history.positions.get(call.position)
         if this is None or this.outcome is not None or run.made.get(call.position) is not call:
             return
+        if call.wait is not None and _signal(run, this, call.wait) is not None:
+            continue  # it has become an entry this very moment
         is_over = yield Rest(run, call, this.until, call.wait.seconds if call.wait is not None else None)
 
 
@@ -42,7 +44,7 @@ def _come(call: Call, is_over: bool, run: LiveRun, moment: Moment) -> Plan:
         return Plan()
     if (ending := admission.ending(run)) is not None:
         return Plan(error=ending)
-    if wait.sort != "sleep" and (signal := _signal(run, step, wait)) is not None:
+    if (signal := _signal(run, step, wait)) is not None:
         if signal.payload is None and signal.seq not in call.fetched:
             return Plan(answer=Fetch(run, signal.seq))
         sent = signal.payload or call.fetched.get(signal.seq)
@@ -50,6 +52,8 @@ def _come(call: Call, is_over: bool, run: LiveRun, moment: Moment) -> Plan:
         return Plan([_taken(step, wait, signal, told)])
     if step.until is None or not (is_over or moment.now >= step.until):
         return Plan()
+    if any(request.kind in ("signal", "approval") and request.at <= step.until for request in run.requests):
+        return Plan()  # sent in time: what it is shows once it is an entry, in this very append
     if wait.sort == "sleep":
         return Plan([waited(step, "completed", canonical.encode(None))])
     return Plan([waited(step, "expired", canonical.encode({"name": wait.name}))])
@@ -57,6 +61,8 @@ def _come(call: Call, is_over: bool, run: LiveRun, moment: Moment) -> Plan:
 
 def _signal(run: LiveRun, step: StepHistory, wait: DurableWait) -> Signal | None:
     """The first that was sent in time, whenever it is read; an answer to a request for approval must be to these very arguments."""
+    if wait.sort == "sleep":
+        return None
     of = step.input if wait.sort == "approval" else None
     for signal in run.history.signals.get(wait.name, ()):
         if signal.digest == of and (step.until is None or signal.sent <= step.until):
