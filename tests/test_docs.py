@@ -27,6 +27,7 @@ import threading
 import types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -36,13 +37,18 @@ import pytest
 import agent_run_ledger
 from agent_run_ledger import (
     AgentRunLedger,
+    Budget,
     Effect,
     LedgerError,
+    LoopDetectorPolicy,
+    Receipt,
     Run,
     RunawayLoopException,
     RunLedger,
     StepFailed,
     StepInDoubt,
+    Verdict,
+    current_step,
     errors,
 )
 from agent_run_ledger.cli import commands
@@ -50,7 +56,7 @@ from agent_run_ledger.contract import Row
 from agent_run_ledger.engine.history import Outcome, StepHistory
 from agent_run_ledger.engine.recovery import Declaration, plan_recovery
 from agent_run_ledger.model import Event, RetryPolicy, RunState
-from agent_run_ledger.rules import lifecycle
+from agent_run_ledger.rules import lifecycle, loops
 from agent_run_ledger.stores.memory import MemoryStore
 from agent_run_ledger.testing import FakeClock
 
@@ -588,6 +594,8 @@ def generated() -> dict[str, Callable[[], str]]:
         "state diagram": lambda: f"```mermaid\n{lifecycle.diagram()}\n```",
         "lifecycle table": lifecycle_table,
         "recovery table": recovery_table,
+        "receipt table": receipt_table,
+        "live table": live_table,
         "modules": module_table,
     }
 
@@ -606,47 +614,152 @@ def lifecycle_table() -> str:
 _WORDS = {
     "dispatch": "dispatched again",
     "dispatch_undeclared": "dispatched again, with a warning",
+    "ask": "**asked**",
+    "record": "the output is recorded",
+    "wait": "waits, and is asked again",
     "park": "**parked**",
     "dead_letter": "dead letter",
 }
+_DAY = 86_400.0
+_DECLARED = [
+    ("`READ`", Declaration(Effect.READ)),
+    ("`IDEMPOTENT`", Declaration(Effect.IDEMPOTENT)),
+    ("`IDEMPOTENT`, within its `key_window`", Declaration(Effect.IDEMPOTENT, key_window=2 * _DAY)),
+    ("`IDEMPOTENT`, behind its `key_window`", Declaration(Effect.IDEMPOTENT, key_window=_DAY / 2)),
+    ("the same, with `receipt=`", Declaration(Effect.IDEMPOTENT, key_window=_DAY / 2, has_receipt=True)),
+    ("`MUTATE`", Declaration(Effect.MUTATE)),
+    ("`MUTATE`, with `receipt=`", Declaration(Effect.MUTATE, has_receipt=True)),
+    ("none (the default)", Declaration(None)),
+    ('none, `undeclared="block"`', Declaration(None, blocks_undeclared=True)),
+]
+
+
+def planned(declared: Declaration, step: StepHistory, receipt: Receipt | None = None) -> str:
+    """What is done about a step a day after its first dispatch."""
+    receipts = {} if receipt is None else {step.position: receipt}
+    (action,) = plan_recovery([step], {"tool": declared}, receipts, _DAY)
+    return _WORDS[action.kind]
 
 
 def recovery_table() -> str:
-    """What `plan_recovery` answers for every kind of step that this version can meet."""
-    lines = [
-        "| declared effect | in doubt | in doubt, attempts used up | failed, not acted upon | failed, attempts used up |"
+    """What `plan_recovery` answers for every kind of step, as long as nobody was asked."""
+    columns = [
+        ("in doubt", lambda: a_step()),
+        ("in doubt, attempts used up", lambda: a_step(attempts=4)),
+        ("failed, and it took no effect", lambda: a_step("failed")),
+        ("failed, and it may have taken effect", lambda: a_step("failed", unproven=True)),
+        ("failed, attempts used up", lambda: a_step("failed", attempts=4)),
     ]
-    lines.append("|---|---|---|---|---|")
-    cases = [
-        ("`Effect.READ`", Declaration(Effect.READ)),
-        ("`Effect.IDEMPOTENT`", Declaration(Effect.IDEMPOTENT)),
-        ("`Effect.MUTATE`", Declaration(Effect.MUTATE)),
-        ("none (the default)", Declaration(None)),
-        ('none, `undeclared="block"`', Declaration(None, blocks_undeclared=True)),
-    ]
-    for words, declared in cases:
-        cells = []
-        for ok, attempts in itertools.product((None, "failed"), (1, declared.max_attempts)):
-            (action,) = plan_recovery([a_step(ok, attempts)], {"tool": declared}, {}, 0.0)
-            cells.append(_WORDS[action.kind])
+    lines = ["| declared effect | " + " | ".join(words for words, _ in columns) + " |"]
+    lines.append("|---" * (1 + len(columns)) + "|")
+    for words, declared in _DECLARED:
+        cells = [planned(declared, make()) for _, make in columns]
         lines.append(f"| {words} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
-def a_step(ok: str | None, attempts: int) -> StepHistory:
+def receipt_table() -> str:
+    """What `plan_recovery` answers for a step in doubt whose receiver can be asked, or of which somebody has said something."""
+    asked = Declaration(Effect.MUTATE, has_receipt=True)
+    cases = [
+        ("nobody was asked yet", a_step, None),
+        ("*found*", a_step, Receipt.found(None)),
+        ("*absent*", a_step, Receipt.absent()),
+        ("*absent*, attempts used up", lambda: a_step(attempts=4), Receipt.absent()),
+        ("*unknown*, or an exception", a_step, Receipt.unknown("")),
+        ("nothing: the process ended in the question", lambda: a_step(questions=1), None),
+        ("nothing, `max_attempts` times in a row", lambda: a_step(questions=4), None),
+    ]
+    lines = ["| the receiver's answer | the step |", "|---|---|"]
+    lines += [f"| {words} | {planned(asked, make(), receipt)} |" for words, make, receipt in cases]
+    said = planned(Declaration(Effect.MUTATE), a_step(attempts=4, is_absent=True))
+    lines.append(f"| none, but an operator said: *not executed* | {said}, attempts counted afresh |")
+    return "\n".join(lines)
+
+
+def a_step(
+    ok: str | None = None, *, attempts: int = 1, unproven: bool = False, questions: int = 0, is_absent: bool = False
+) -> StepHistory:
+    """A step as the log tells of it. `ok` None: it has no outcome."""
     common = {"at": 0.0, "left": 0, "token": 1, "payload": "", "environment": "e", "step": 1, "tool": "tool", "key": ""}
 
     def entry(seq: int, kind: str, attempt: int, **fields: Any) -> tuple[Row, dict[str, Any]]:
         body = {**common, "attempt": attempt, **fields}
         return Row(seq, kind, "1", attempt, b"", bytes(32), b"{}", bytes(32)), body
 
-    step = StepHistory(*entry(1, "intent", 1, step_state="RUNNING"))
+    step = StepHistory(*entry(1, "intent", 1, step_state="RUNNING"), None)
     for attempt in range(2, attempts + 1):
         step.dispatched(*entry(attempt, "intent", attempt, step_state="RUNNING"))
     if ok is not None:
-        step.settled(*entry(9, "outcome", attempts, ok=ok, step_state="FAILED"))
+        open_to_doubt = {"unproven": True} if unproven else {}
+        step.settled(*entry(9, "outcome", attempts, ok=ok, step_state="FAILED", **open_to_doubt))
         assert isinstance(step.outcome, Outcome)
+    for number in range(questions):
+        step.marked(*entry(10 + number, "asked", attempts, question=number + 1))
+    if is_absent:
+        step.marked(*entry(20, "resolved", attempts, executed=False))
     return step
+
+
+def live_table() -> str:
+    """What is done about a call that ran out of time, and about a second equal call of the same program: tried out on a ledger."""
+    said: dict[str, Receipt] = {
+        "found": Receipt.found("done"),
+        "absent": Receipt.absent(),
+        "unknown": Receipt.unknown("the service is away"),
+    }
+    cases: list[tuple[str, dict[str, Any], str]] = [
+        ("`READ`", {"effect": Effect.READ}, "dispatch"),
+        ("`IDEMPOTENT`", {"effect": Effect.IDEMPOTENT}, "dispatch"),
+        ("`MUTATE`", {"effect": Effect.MUTATE}, "dispatch"),
+        *(
+            (f"`MUTATE`, whose receipt says *{word}*", {"effect": Effect.MUTATE, "receipt": _says(receipt)}, "dispatch")
+            for word, receipt in said.items()
+        ),
+        ("none (the default)", {}, "dispatch"),
+        ('none, `undeclared="block"`', {}, "block"),
+    ]
+    lines = ["| declared effect | the program gets | a second, equal call |", "|---|---|---|"]
+    for words, options, undeclared in cases:
+        lines.append(f"| {words} | " + " | ".join(_plays(options, undeclared)) + " |")
+    return "\n".join(lines)
+
+
+def _says(receipt: Receipt) -> Callable[[str, dict[str, Any]], Receipt]:
+    return lambda key, arguments: receipt
+
+
+def _plays(options: dict[str, Any], undeclared: str) -> tuple[str, str]:
+    keys: list[str] = []
+
+    def call() -> str:
+        keys.append(current_step().idempotency_key)
+        if len(keys) == 1:
+            raise TimeoutError("no answer")
+        return "done"
+
+    clock = FakeClock()
+    ledger = AgentRunLedger(MemoryStore(clock=clock), clock=clock, heartbeat_seconds=29.0, undeclared=undeclared)
+    ledger.create_run("play", "run")
+    cells = []
+    for _ in range(2):
+        before = len(keys)
+        try:
+            ledger.execute_step("run", "tool", {}, call, **options)
+            got = "its output"
+        except (StepFailed, StepInDoubt) as error:
+            got = f"`{type(error).__name__}`"
+        if before == 0 and len(keys) > 1:
+            got += ", after it was dispatched again with the same key"
+        elif before and len(keys) > before:
+            got = f"is dispatched, with {'the same' if keys[-1] == keys[0] else 'a key of its own'}" + (
+                " key" if keys[-1] == keys[0] else ""
+            )
+        elif before and got.startswith("`"):
+            got = f"is not dispatched: {got}"
+        cells.append(got)
+    ledger.close()
+    return cells[0], cells[1]
 
 
 def module_table() -> str:
@@ -657,8 +770,9 @@ def module_table() -> str:
         ("2 engine", ["engine"]),
         ("2 stores", ["stores"]),
         ("3 drivers", ["drivers"]),
-        ("4 faces", ["ledger.py", "run.py", "agents.py", "pipeline.py", "guard.py", "testing.py"]),
-        ("5 edges", ["cli", "demo", "__main__.py"]),
+        ("4 faces", ["ledger.py", "operator.py", "run.py", "agents.py", "settle.py", "recover.py", "pipeline.py"]),
+        ("4 faces", ["guard.py", "preflight.py", "testing"]),
+        ("5 edges", ["cli", "supervisor.py", "demo", "__main__.py"]),
         ("the front door", ["__init__.py"]),
     ]
     lines = ["| floor | module | responsibility |", "|---|---|---|"]

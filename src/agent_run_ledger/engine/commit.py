@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from agent_run_ledger.engine.effects import Decision, Moment, Plan
-from agent_run_ledger.engine.live import LiveRun
+from agent_run_ledger.engine.live import SENT, LiveRun
 from agent_run_ledger.engine.log import PAUSES, Draft, Sealed, seal
 from agent_run_ledger.engine.requests import REQUESTS, honour
 from agent_run_ledger.rules import lifecycle
@@ -54,8 +54,6 @@ def prepare(run: LiveRun, decisions: Sequence[Decision], moment: Moment) -> Prep
 
 
 _ALONGSIDE = frozenset({"intent", "outcome", "redispatched_undeclared"})
-ANSWERED_AT_ONCE = frozenset({"signal", "approval"})
-"""What others ask that becomes an entry also while steps are in flight: it changes nothing for them."""
 
 
 def _is_alongside(draft: Draft) -> bool:
@@ -70,7 +68,7 @@ def _honour(run: LiveRun, drafts: list[Draft]) -> bool:
     has_ended = run.history.state.is_terminal or any(draft.event in lifecycle.ENDINGS for draft in drafts)
     is_honoured = False
     for request in run.requests:
-        if not (is_quiet or request.kind in ANSWERED_AT_ONCE):
+        if not (is_quiet or request.kind in SENT):
             break
         if has_ended or request.kind not in REQUESTS:  # one that only a newer version knows is left to that
             continue

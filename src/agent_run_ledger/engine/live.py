@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import takewhile
+
 from agent_run_ledger.contract import Request
 from agent_run_ledger.engine.history import History, StepHistory
 from agent_run_ledger.engine.log import Draft, Sealed
@@ -12,6 +14,10 @@ from agent_run_ledger.errors import ReplayDivergence, StepInDoubt, UnorderedStep
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from agent_run_ledger.engine.call import Call
+
+
+SENT = frozenset({"signal", "approval"})
+"""What others send to a run: it becomes an entry also while steps are in flight, for it changes nothing for them."""
 
 
 class Branch:
@@ -102,6 +108,11 @@ class LiveRun:
         return self.made.keys() <= self.resting and self.strands <= {
             self.made[at].maker for at in self.resting & self.made.keys()
         }
+
+    @property
+    def sent(self) -> list[Request]:
+        """What others have sent and the next append turns into entries, whatever is in flight."""
+        return list(takewhile(lambda request: request.kind in SENT, self.requests))
 
     @property
     def is_cancelled(self) -> bool:

@@ -52,7 +52,7 @@ def _come(call: Call, is_over: bool, run: LiveRun, moment: Moment) -> Plan:
         return Plan([_taken(step, wait, signal, told)])
     if step.until is None or not (is_over or moment.now >= step.until):
         return Plan()
-    if any(request.kind in ("signal", "approval") and request.at <= step.until for request in run.requests):
+    if any(request.at <= step.until for request in run.sent):
         return Plan()  # sent in time: what it is shows once it is an entry, in this very append
     if wait.sort == "sleep":
         return Plan([waited(step, "completed", canonical.encode(None))])
