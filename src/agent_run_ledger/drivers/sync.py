@@ -13,7 +13,7 @@ from agent_run_ledger.drivers.context import StepContext, caller, step_variable
 from agent_run_ledger.drivers.leases import POLL_SECONDS, HeldRun, Leases, is_owed
 from agent_run_ledger.drivers.workers import Work
 from agent_run_ledger.engine.call import Call
-from agent_run_ledger.engine.commit import ANSWERED_AT_ONCE, prepare
+from agent_run_ledger.engine.commit import prepare
 from agent_run_ledger.engine.effects import (
     Ask,
     AwaitLate,
@@ -272,9 +272,7 @@ class SyncDriver:
             head = self._store.head(run.run_id)
             if head is None or (not run.is_held and head.token != run.token):
                 return True
-            if head.inbox == seen and not (
-                run.is_held and any(request.kind in ANSWERED_AT_ONCE for request in run.requests)
-            ):
+            if head.inbox == seen and not (run.is_held and run.sent):
                 return False
             if run.is_held and head.inbox != run.inbox:
                 self._leases.fetch_requests(run)
