@@ -771,8 +771,8 @@ def module_table() -> str:
         ("2 stores", ["stores"]),
         ("3 drivers", ["drivers"]),
         ("4 faces", ["ledger.py", "operator.py", "run.py", "agents.py", "settle.py", "recover.py", "pipeline.py"]),
-        ("4 faces", ["guard.py", "preflight.py", "testing"]),
-        ("5 edges", ["cli", "supervisor.py", "demo", "__main__.py"]),
+        ("4 faces", ["guard.py", "preflight.py", "supervisor.py", "testing"]),
+        ("5 edges", ["cli", "demo", "__main__.py"]),
         ("the front door", ["__init__.py"]),
     ]
     lines = ["| floor | module | responsibility |", "|---|---|---|"]
@@ -920,12 +920,14 @@ def test_the_attributes_of_every_error_are_listed() -> None:
 def rich(tmp_path: Path) -> Path:
     """A ledger in which every kind of entry occurs."""
     path = tmp_path / "agent.db"
-    clock = FakeClock()
+    clock = Answering()
     options: dict[str, Any] = {"clock": clock, "heartbeat_seconds": 29.0}
     with AgentRunLedger(path, max_steps=8, loop_threshold=3, **options) as ledger, _undeclared_is_said():
         fill(ledger)
     with AgentRunLedger(path, durability="process", **options) as ledger:
         fill_side_by_side(ledger)
+    with AgentRunLedger(path, policy=Suspicious(max_repetitions=2), **options) as ledger:
+        fill_by_others(ledger, clock)
     with RunLedger("pipeline", path, **options) as pipeline:
         pipeline.step("one")(lambda given: given)
         pipeline.step("two", depends_on=["one"])(lambda one: one)
@@ -1033,6 +1035,95 @@ def fill_side_by_side(ledger: AgentRunLedger) -> None:
 
     ledger.run(parent, run_id="parent")
     assert ledger.run(waits, run_id="waits") == "late"
+
+
+class Suspicious(LoopDetectorPolicy):
+    """Suspects what others are certain of: no rule of this version halts a run on suspicion."""
+
+    def rule(self) -> loops.Rule:
+        found = super().rule()
+
+        class Suspects:
+            def observe(self, call: loops.Call) -> Verdict:
+                said = found.observe(call)
+                return said if said.level == "ok" else Verdict("suspected", said.rule, said.reason, said.evidence)
+
+        return Suspects()
+
+
+class Answering(FakeClock):
+    """A clock that whoever sleeps by it is answered."""
+
+    answer: Callable[[], object] = staticmethod(lambda: None)
+
+    def sleep(self, seconds: float) -> None:
+        super().sleep(seconds)
+        self.answer()
+
+
+def fill_by_others(ledger: AgentRunLedger, clock: Answering) -> None:
+    """What receivers, operators and time have to do with a run."""
+    answers = iter([Receipt.found("done"), *4 * [Receipt.unknown("away")], Receipt.absent()])
+
+    def asks(key: str, arguments: dict[str, Any]) -> Receipt:
+        return next(answers)
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    def lost() -> None:
+        raise ConnectionResetError
+
+    def step(run_id: str, function: Callable[[], object], tool: str = "pay", **options: Any) -> None:
+        with contextlib.suppress(LedgerError, KeyboardInterrupt):
+            ledger.execute_step(run_id, tool, {}, function, **options)
+
+    mutates: dict[str, Any] = {"effect": Effect.MUTATE, "receipt": asks}
+    ledger.create_run("found", "found")
+    step("found", lost, **mutates)
+    for function in (lost, lambda: "done"):
+        ledger.create_run("unknown, then absent", "unknown")
+        step("unknown", function, **mutates)
+    ledger.create_run("continued", "continued")
+    for _ in range(2):
+        step("continued", lost, effect=Effect.IDEMPOTENT, key_window=60)
+    ledger.create_run("taken over", "taken over")
+    answers = iter([Receipt.absent()])
+    for function in (interrupted, lambda: "done"):
+        step("taken over", function, **mutates)
+    ledger.create_run("unproven", "unproven")
+    step("unproven", lambda: {}["x"], effect=Effect.MUTATE)
+    for run_id in ("did", "did not"):
+        ledger.create_run(run_id, run_id)
+        step(run_id, interrupted, effect=Effect.MUTATE)
+        ledger.resolve(run_id, 1, **({"output": 7} if run_id == "did" else {"executed": False}), by="ann")
+    ledger.create_run("asked", "asked for too much")
+    step("asked for too much", lambda: ledger.release("asked for too much"))
+    ledger.create_run("halted", "halted")
+    for _ in range(3):
+        step("halted", lambda: "pending", "poll")
+    ledger.release("halted", by="ann")
+    with ledger.open_run("rests", "rests") as run:
+        run.sleep(1)
+        ledger.signal("rests", "paid", {"amount": 120})
+        run.wait_for("paid")
+        with contextlib.suppress(LedgerError):
+            run.wait_for("paid", timeout=1)
+        for says in (ledger.approve, ledger.deny):
+
+            def answer(says: Callable[..., None] = says) -> None:
+                for asked in ledger.approvals("rests"):
+                    says("rests", asked.name, asked.digest, by="ann")
+
+            clock.answer = answer
+            with contextlib.suppress(LedgerError):
+                run.approve("pay", {"amount": 120})
+    clock.answer = lambda: None
+    limits = Budget(deadline=datetime(2100, 1, 1, tzinfo=UTC))
+    ledger.redrive("spent", budget=limits, max_steps=20)
+    ledger.fork("parent", ledger.get_run("parent").total_steps + 1)
+    for run_id in ("one", "undeclared", "found", "rests", "taken over"):
+        ledger.fork(run_id, ledger.get_run(run_id).total_steps + 1)
 
 
 def verifier() -> Callable[[str], list[str]]:

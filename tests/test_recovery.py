@@ -580,77 +580,134 @@ def test_a_recorded_value_does_not_get_past_a_mutation_in_doubt(bench: Bench) ->
 
 # --- plan_recovery ----------------------------------------------------------------------------------------------------
 
-STATES = ["in doubt", "failed", "failed, followed", "retry due", "completed", "cancelled", "unstorable"]
+SETTLED = ["failed, followed", "completed", "cancelled", "unstorable"]
+FAILED = ["failed", "failed, ambiguous", "failed, unproven", "retry due", "retry due, ambiguous"]
+IN_DOUBT = ["in doubt", "asked once", "asked twice", "said to be absent"]
 NOW = 1_800_000_000.0
+REFUSED = ConnectionRefusedError("nobody there")
+"""A failure that proves that nothing has happened: whatever the effect, a rerun dispatches again."""
 
 
-def a_step(tmp_path: Path, effect: Effect | None, state: str, attempts: int) -> StepHistory:
+def a_step(
+    tmp_path: Path, effect: Effect | None, state: str, attempts: int, undeclared: str = "dispatch"
+) -> StepHistory:
     """A step as a real log tells it."""
     with Bench("memory", tmp_path) as bench:
         options: dict[str, Any] = {"effect": effect, "version": "1"}
         with told(UndeclaredEffectWarning):
             for _ in range(attempts - 1):
                 with pytest.raises(StepFailed):
-                    program(bench).execute_step(RUN, "t", {}, raising(ValueError("no")), **options)
-            ledger = program(bench)
-            if state == "in doubt":
-                die_in(ledger, **options)
-            elif state == "completed":
-                ledger.execute_step(RUN, "t", {}, lambda: 1, **options)
-            elif state == "unstorable":
-                with pytest.raises(UnserialisableOutput):
-                    ledger.execute_step(RUN, "t", {}, object, **options)
-            elif state == "retry due":
-                bench.clock.sleep = stop_with(Died)  # type: ignore[method-assign]
-                die_in_policy = RetryPolicy(max_attempts=attempts + 1, base=50.0)
-                with pytest.raises(Died):
-                    ledger.execute_step(RUN, "t", {}, raising(ValueError("no")), retry=die_in_policy, **options)
-            elif state == "cancelled":
-                with pytest.raises(KeyboardInterrupt):
-                    ledger.execute_step(RUN, "t", {}, raising(KeyboardInterrupt()), effect=Effect.READ, version="1")
-                ledger.execute_step(RUN, "next", {}, lambda: 1)
-            else:
-                fail_in(ledger, **options)
-                if state == "failed, followed":
-                    ledger.execute_step(RUN, "next", {}, lambda: 1)
+                    program(bench).execute_step(RUN, "t", {}, raising(REFUSED), **options)
+            come_to(state, bench, program(bench, undeclared=undeclared), options, attempts)
         step = History.read(RUN, b"", bench.rows(RUN)).positions["1"]
     assert step.attempts == attempts
     return step
+
+
+def come_to(state: str, bench: Bench, ledger: AgentRunLedger, options: dict[str, Any], attempts: int) -> None:
+    """The last attempt of a step, and what became of it."""
+
+    def fail(error: Exception, **further: Any) -> None:
+        with pytest.raises(StepFailed):
+            ledger.execute_step(RUN, "t", {}, raising(error), **options, **further)
+
+    match state:
+        case "in doubt":
+            die_in(ledger, **options)
+        case "asked once" | "asked twice":
+            die_in(ledger, **options)
+            for _ in range(1 if state == "asked once" else 2):
+                asking = options | {"effect": Effect.MUTATE, "receipt": raising_receipt(Died())}
+                with pytest.raises(Died):
+                    program(bench).execute_step(RUN, "t", {}, never, **asking)
+        case "said to be absent":
+            die_in(ledger, **options)
+            bench.owners_die()
+            bench.open().resolve(RUN, 1, executed=False, by="an operator")
+        case "completed":
+            ledger.execute_step(RUN, "t", {}, lambda: 1, **options)
+        case "unstorable":
+            with pytest.raises(UnserialisableOutput):
+                ledger.execute_step(RUN, "t", {}, object, **options)
+        case "retry due" | "retry due, ambiguous":
+            bench.clock.sleep = stop_with(Died)  # type: ignore[method-assign]
+            options |= {"retry": RetryPolicy(max_attempts=attempts + 1, base=50.0)}
+            with pytest.raises(Died):
+                error = ValueError("no") if state == "retry due" else TimeoutError("slow")
+                ledger.execute_step(RUN, "t", {}, raising(error), **options)
+        case "cancelled":
+            with pytest.raises(KeyboardInterrupt):
+                ledger.execute_step(RUN, "t", {}, raising(KeyboardInterrupt()), effect=Effect.READ, version="1")
+            ledger.execute_step(RUN, "next", {}, lambda: 1)
+        case "failed, ambiguous":
+            fail(TimeoutError("slow"))
+        case "failed, unproven":
+            fail(ValueError("no"))
+        case "failed, followed":
+            fail(REFUSED)
+            ledger.execute_step(RUN, "next", {}, lambda: 1)
+        case _:
+            fail(REFUSED)
+
+
+def raising_receipt(error: BaseException) -> Callable[[str, dict[str, Any]], Receipt]:
+    """A question that ends like this."""
+
+    def receipt(key: str, arguments: dict[str, Any]) -> Receipt:
+        raise error
+
+    return receipt
 
 
 def expected(
     state: str, effect: Effect | None, used: int, declared: Declaration, receipt: Receipt | None, age: float
 ) -> str | None:
     """DESIGN's table, word for word."""
-    if state in ("completed", "cancelled", "unstorable", "failed, followed"):
+    if state in SETTLED:
         return None
-    left = used < declared.max_attempts
-    dispatch = "dispatch" if left else "dead_letter"
+    again = "dispatch" if used < declared.max_attempts else "dead_letter"
     if state in ("failed", "retry due"):
-        return dispatch
-    if effect is Effect.READ:
-        return dispatch
-    if effect is None:
-        if declared.blocks_undeclared:
-            return "park"
-        return "dispatch_undeclared" if left else "dead_letter"
+        return again
+    unanswered = {"asked once": 1, "asked twice": 2}.get(state, 0)
+    if state == "said to be absent" or effect is Effect.READ:
+        return again
+    if effect is None and not declared.blocks_undeclared:
+        return "dispatch_undeclared" if again == "dispatch" and state not in FAILED else again
     if effect is Effect.IDEMPOTENT and (declared.key_window is None or age <= declared.key_window):
-        return dispatch
-    if not declared.has_receipt:
+        return again
+    if effect is None or not declared.has_receipt:
         return "park"
     if receipt is None:
-        return "ask"
-    return {"found": "record", "absent": dispatch, "unknown": "wait"}[receipt.verdict]
+        return "ask" if unanswered < declared.max_attempts else "park"
+    return {"found": "record", "absent": again, "unknown": "wait"}[receipt.verdict]
 
 
-@pytest.mark.parametrize("state", STATES)
-@pytest.mark.parametrize("recorded", [None, *Effect])
-def test_plan_recovery_is_the_designs_table(tmp_path: Path, state: str, recorded: Effect | None) -> None:
+def can_be(state: str, effect: Effect | None, undeclared: str) -> bool:
+    """Whether a log can tell this: what must not be repeated is parked where its error is ambiguous, and is no failure then."""
+    must_not = effect is Effect.MUTATE or (effect is None and undeclared == "block")
     if state == "cancelled":
-        recorded = Effect.READ
+        return effect is Effect.READ
+    if state.endswith("ambiguous"):
+        return not must_not
+    return must_not if state == "failed, unproven" else True
+
+
+KINDS_OF_STEPS = [
+    (state, effect, undeclared)
+    for state in [*IN_DOUBT, *FAILED, *SETTLED]
+    for effect, undeclared in [(None, "dispatch"), (None, "block"), *((effect, "dispatch") for effect in Effect)]
+    if can_be(state, effect, undeclared)
+]
+
+
+@pytest.mark.parametrize(("state", "recorded", "undeclared"), KINDS_OF_STEPS)
+def test_plan_recovery_is_the_designs_table(
+    tmp_path: Path, state: str, recorded: Effect | None, undeclared: str
+) -> None:
     receipts = [None, Receipt.found(1), Receipt.absent(), Receipt.unknown("down")]
     for attempts in (1, 2):
-        step = a_step(tmp_path, recorded, state, attempts)
+        step = a_step(tmp_path, recorded, state, attempts, undeclared)
+        assert step.unanswered == {"asked once": 1, "asked twice": 2}.get(state, 0)
         for declared_effect, limit, has_receipt, window, blocks, changed in itertools.product(
             [None, *Effect], [1, 2, 3], [False, True], [None, 10.0], [False, True], [False, True]
         ):
@@ -662,11 +719,11 @@ def test_plan_recovery_is_the_designs_table(tmp_path: Path, state: str, recorded
                 blocks_undeclared=blocks,
                 environment="another" if changed else step.environment,
             )
+            used = 0 if changed or state == "said to be absent" else attempts
             for receipt, age in itertools.product(receipts, [10.0, 10.5]):
                 given = {step.position: receipt} if receipt else {}
                 actions = plan_recovery([step], {"t": declared}, given, step.created_at + age)
-                effect = declared_effect or recorded
-                wanted = expected(state, effect, 0 if changed else attempts, declared, receipt, age)
+                wanted = expected(state, declared_effect or recorded, used, declared, receipt, age)
                 assert [action.kind for action in actions] == ([] if wanted is None else [wanted])
                 for action in actions:
                     assert action.position == "1"

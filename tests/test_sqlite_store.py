@@ -969,7 +969,7 @@ def test_an_empty_file_becomes_a_ledger(path: Path, clock: FakeClock) -> None:
     with contextlib.closing(SqliteStore(path, clock=clock)) as store:
         create(store)
     with look(path) as db:
-        assert db.execute("PRAGMA user_version").fetchone() == (1,)
+        assert db.execute("PRAGMA user_version").fetchone() == (schema.SCHEMA_VERSION,)
         assert db.execute("PRAGMA journal_mode").fetchone() == ("wal",)
 
 
@@ -1255,14 +1255,30 @@ def test_an_older_ledger_is_migrated_after_a_backup_copy(path: Path, clock: Fake
         assert len(store.read("r")) == 1
         assert list(store.check()) == []
     with look(path) as db:
-        assert db.execute("PRAGMA user_version").fetchone() == (3,)
+        assert db.execute("PRAGMA user_version").fetchone() == (schema.SCHEMA_VERSION + 2,)
         assert db.execute("SELECT x, y FROM extra").fetchall() == []
-    with look(Path(f"{path}.v1.backup")) as db:
-        assert db.execute("PRAGMA user_version").fetchone() == (1,)
+    with look(Path(f"{path}.v{schema.SCHEMA_VERSION}.backup")) as db:
+        assert db.execute("PRAGMA user_version").fetchone() == (schema.SCHEMA_VERSION,)
         assert db.execute("SELECT count(*) FROM entries").fetchone() == (1,)
         assert db.execute("SELECT 1 FROM sqlite_master WHERE name = 'extra'").fetchone() is None
     with pytest.raises(SchemaTooNew):
         SqliteStore(path, clock=clock)
+
+
+def test_a_file_of_every_earlier_version_comes_to_the_schema_of_a_new_one(tmp_path: Path, clock: FakeClock) -> None:
+    scripts = schema.load_migrations()
+    wanted = None
+    for version in range(len(scripts), 0, -1):
+        path = tmp_path / f"{version}.db"
+        SqliteStore(path, clock=clock, migrations=scripts[:version]).close()
+        with contextlib.closing(SqliteStore(path, clock=clock)) as store:
+            create(store)
+            assert list(store.check()) == []
+        with look(path) as db:
+            objects = sorted(db.execute(schema.OBJECTS).fetchall())
+            assert db.execute("SELECT count(*) FROM agent_step_journal").fetchone() == (0,)
+        wanted = wanted or objects
+        assert objects == wanted
 
 
 def test_a_migration_that_fails_changes_nothing(path: Path, clock: FakeClock) -> None:

@@ -56,6 +56,13 @@ def clocked(clock: str | Path) -> list[str]:
     return [] if clock == "+0" else ["env", *settings, "faketime", "-f", clock]
 
 
+def set_clock(clock: Path, shift: str) -> None:
+    """From now on it is off by `shift`. The file is never seen half-written, which would be a time of its own."""
+    new = clock.with_suffix(".new")
+    new.write_text(f"{shift}\n", encoding="ascii")
+    new.replace(clock)
+
+
 def asks(process: Child, word: str) -> str:
     process.tell(word)
     return str(process.hear()[0])
@@ -87,11 +94,11 @@ def test_whose_clock_is_a_day_off_takes_no_run_from_a_live_owner(shift: str, tmp
 @pytest.mark.parametrize("shift", ["-1d", "+1d"])
 def test_an_owner_whose_clock_is_set_while_it_works_keeps_its_run(shift: str, tmp_path: Path) -> None:
     database, clock = tmp_path / "agent.db", tmp_path / "clock"
-    clock.write_text("+0\n", encoding="ascii")
+    set_clock(clock, "+0")
     with process(database, 600, clock) as owner, process(database, 600, "+0") as other:
         assert asks(owner, "create") == "create"
         assert asks(owner, "step") == "step"
-        clock.write_text(f"{shift}\n", encoding="ascii")
+        set_clock(clock, shift)
         owner.tell("step")
         answer, wall, _ = owner.hear()
         assert abs(wall - time.time()) > DAY / 2, "the clock was not set"
@@ -200,7 +207,7 @@ def test_a_wait_is_over_when_the_clock_is_set_behind_its_end_and_its_run_goes_on
     how: str, result: str, tmp_path: Path
 ) -> None:
     clock = tmp_path / "clock"
-    clock.write_text("+0\n", encoding="ascii")
+    set_clock(clock, "+0")
     with waiter(tmp_path, clock) as one, waiter(tmp_path, clock) as two, AgentRunLedger(tmp_path / "agent.db") as here:
         one.tell(["begin", how])
         await_entry(tmp_path, "waiting")
@@ -208,7 +215,7 @@ def test_a_wait_is_over_when_the_clock_is_set_behind_its_end_and_its_run_goes_on
         while here.get_run("r").owner is not None:  # whoever waits holds no lease
             pass
         assert here.get_run("r").status == "BLOCKED"
-        clock.write_text("+1h\n", encoding="ascii")
+        set_clock(clock, "+1h")
         answers = []
         for process in (one, two):
             answer, wall = process.hear()  # half an hour later, if the clock had not been set
@@ -226,11 +233,11 @@ def test_a_clock_that_is_set_back_makes_a_wait_no_longer_than_it_was_asked_for(
     how: str, result: str, tmp_path: Path
 ) -> None:
     clock = tmp_path / "clock"
-    clock.write_text("+0\n", encoding="ascii")
+    set_clock(clock, "+0")
     with waiter(tmp_path, clock) as process:
         process.tell(["begin", how])
         await_entry(tmp_path, "waiting")
-        clock.write_text("-1h\n", encoding="ascii")
+        set_clock(clock, "-1h")
         answer, wall = process.hear()  # an hour later, if it waited for the time that was written down
         assert time.time() - wall > HOUR / 2, "the clock was not set"
         assert answer == result

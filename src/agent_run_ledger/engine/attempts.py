@@ -105,11 +105,12 @@ def attempt(run: LiveRun, call: Call, step: StepHistory) -> Flow[BaseException |
     if call.options.receipt is not None and step.position in run.late:
         # It ran out of time and goes on in its thread: nothing is asked beside it, and what it returns is its receipt.
         result = (yield AwaitLate(run, step.position, call.options.timeout)) or result
-    error = result.error
+    error, note = result.error, None
     if error is None:
         settle = partial(outcomes.settle, call, outcomes.returned(run, call, step, result.value), None)
     elif isinstance(error, Exception):
         told = classify(error, call.options.classify)
+        note = told.note
         if told.verdict == "ambiguous" and outcomes.must_not_repeat(run, call, step):
             yield Commit(run, partial(reconcile.failed, call, step, error), token)
             return error
@@ -119,6 +120,8 @@ def attempt(run: LiveRun, call: Call, step: StepHistory) -> Flow[BaseException |
         raise error
     if (yield Commit(run, settle, token)) is outcomes.CLOSING:
         yield from commit(run, call, partial(outcomes.end_fatally, step), token)
+    if note is not None:
+        yield Warn(UserWarning, f"{call.tool!r}: {note}")
     return error
 
 

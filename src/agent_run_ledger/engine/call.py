@@ -97,6 +97,8 @@ def declared(given: StepOptions) -> Options:
     for name in ("receipt", "classify"):
         if getattr(options, name) is not None and not callable(getattr(options, name)):
             raise InvalidArguments(f"{name}= is a function, not {getattr(options, name)!r}; nothing was dispatched")
+    if options.classify is not None and functions.signature(options.classify).is_async:
+        raise InvalidArguments("classify= is a plain function, not an async one; nothing was dispatched")
     if options.key_window is not None:
         options = options._replace(key_window=_seconds(options.key_window))
     if options.kind != "tool":

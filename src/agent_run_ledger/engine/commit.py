@@ -57,8 +57,11 @@ _ALONGSIDE = frozenset({"intent", "outcome", "redispatched_undeclared"})
 
 
 def _is_alongside(draft: Draft) -> bool:
-    """Whether a decision about another step may be taken before this is in the log: it is about a step of its own."""
-    return draft.kind in _ALONGSIDE and "continues" not in draft.fields
+    """Whether a decision about another step may be taken before this is in the log: it is about a step of its own.
+
+    A signal that is taken here is nobody else's, which the others have to see first.
+    """
+    return draft.kind in _ALONGSIDE and "continues" not in draft.fields and "signal" not in draft.fields
 
 
 def _honour(run: LiveRun, drafts: list[Draft]) -> bool:

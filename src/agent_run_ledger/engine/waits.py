@@ -56,7 +56,8 @@ def _come(call: Call, is_over: bool, run: LiveRun, moment: Moment) -> Plan:
         return Plan()  # sent in time: what it is shows once it is an entry, in this very append
     if wait.sort == "sleep":
         return Plan([waited(step, "completed", canonical.encode(None))])
-    return Plan([waited(step, "expired", canonical.encode({"name": wait.name}))])
+    said = {"type": "WaitTimeout", "message": f"{wait.name!r} did not come in time", "name": wait.name}
+    return Plan([waited(step, "expired", canonical.encode(said))])
 
 
 def _signal(run: LiveRun, step: StepHistory, wait: DurableWait) -> Signal | None:
@@ -78,6 +79,8 @@ def _taken(step: StepHistory, wait: DurableWait, signal: Signal, told: dict[str,
         if signal.has_approved:
             draft = waited(step, "completed", canonical.encode(said))
         else:
-            draft = waited(step, "denied", canonical.encode({**said, "name": wait.name}))
+            message = f"{told['by']!r} denied {wait.name!r}"
+            error = {"type": "ApprovalDenied", "message": message, "name": wait.name, **said}
+            draft = waited(step, "denied", canonical.encode(error))
     draft.fields["signal"] = signal.seq
     return draft
