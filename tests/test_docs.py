@@ -490,9 +490,11 @@ _FOREIGN = frozenset(
     {
         "FIRST_COMPLETED",
         "FULL",
+        "IdempotentParameterMismatch",
         "NORMAL",
         "OFF",
         "ThreadPoolExecutor",
+        "TransactWriteItems",
         "as_completed",
         "asyncio",
         "base",
@@ -510,6 +512,7 @@ _FOREIGN = frozenset(
         "move_on_after",
         "previous",
         "run_in_executor",
+        "sha",
         "shield",
         "synchronous",
         "to_thread",
@@ -643,8 +646,8 @@ def planned(declared: Declaration, step: StepHistory, receipt: Receipt | None = 
 
 def recovery_table() -> str:
     """What `plan_recovery` answers for every kind of step, as long as nobody was asked."""
-    columns = [
-        ("in doubt", lambda: a_step()),
+    columns: list[tuple[str, Callable[[], StepHistory]]] = [
+        ("in doubt", a_step),
         ("in doubt, attempts used up", lambda: a_step(attempts=4)),
         ("failed, and it took no effect", lambda: a_step("failed")),
         ("failed, and it may have taken effect", lambda: a_step("failed", unproven=True)),
@@ -661,7 +664,7 @@ def recovery_table() -> str:
 def receipt_table() -> str:
     """What `plan_recovery` answers for a step in doubt whose receiver can be asked, or of which somebody has said something."""
     asked = Declaration(Effect.MUTATE, has_receipt=True)
-    cases = [
+    cases: list[tuple[str, Callable[[], StepHistory], Receipt | None]] = [
         ("nobody was asked yet", a_step, None),
         ("*found*", a_step, Receipt.found(None)),
         ("*absent*", a_step, Receipt.absent()),
@@ -928,6 +931,7 @@ def rich(tmp_path: Path) -> Path:
         fill_side_by_side(ledger)
     with AgentRunLedger(path, policy=Suspicious(max_repetitions=2), **options) as ledger:
         fill_by_others(ledger, clock)
+        fill_by_forks(ledger)
     with RunLedger("pipeline", path, **options) as pipeline:
         pipeline.step("one")(lambda given: given)
         pipeline.step("two", depends_on=["one"])(lambda one: one)
@@ -1092,7 +1096,7 @@ def fill_by_others(ledger: AgentRunLedger, clock: Answering) -> None:
     for function in (interrupted, lambda: "done"):
         step("taken over", function, **mutates)
     ledger.create_run("unproven", "unproven")
-    step("unproven", lambda: {}["x"], effect=Effect.MUTATE)
+    step("unproven", lambda: int("x"), effect=Effect.MUTATE)
     for run_id in ("did", "did not"):
         ledger.create_run(run_id, run_id)
         step(run_id, interrupted, effect=Effect.MUTATE)
@@ -1119,6 +1123,10 @@ def fill_by_others(ledger: AgentRunLedger, clock: Answering) -> None:
             with contextlib.suppress(LedgerError):
                 run.approve("pay", {"amount": 120})
     clock.answer = lambda: None
+
+
+def fill_by_forks(ledger: AgentRunLedger) -> None:
+    """What is carried from one run to another."""
     limits = Budget(deadline=datetime(2100, 1, 1, tzinfo=UTC))
     ledger.redrive("spent", budget=limits, max_steps=20)
     ledger.fork("parent", ledger.get_run("parent").total_steps + 1)
@@ -1230,7 +1238,8 @@ class Observed(MemoryStore):
     """Remembers of each append what it was of, and whether it had to be synced."""
 
     def __init__(self) -> None:
-        super().__init__(clock=FakeClock())
+        self.answering = Answering()
+        super().__init__(clock=self.answering)
         self.synced: dict[str, set[bool]] = {}
 
     def append(self, run_id: str, token: int, inbox: int, rows: Sequence[Row], *, synced: bool) -> bool:
@@ -1244,12 +1253,16 @@ class Observed(MemoryStore):
 
 @pytest.mark.parametrize("durability", ["full", "process"])
 def test_what_is_synced_is_what_the_table_says(durability: Literal["full", "process"]) -> None:
-    store = Observed()
-    with (
-        AgentRunLedger(store, max_steps=8, durability=durability, clock=store.clock, heartbeat_seconds=29.0) as ledger,
-        _undeclared_is_said(),
-    ):
+    stores = Observed(), Observed()
+    options: dict[str, Any] = {"durability": durability, "heartbeat_seconds": 29.0}
+    with AgentRunLedger(stores[0], 8, clock=stores[0].clock, **options) as ledger, _undeclared_is_said():
         fill(ledger)
+    options["policy"] = Suspicious(max_repetitions=2)
+    with AgentRunLedger(stores[1], clock=stores[1].clock, **options) as ledger, _undeclared_is_said():
+        fill_by_others(ledger, stores[1].answering)
+    synced: dict[str, set[bool]] = {}
+    for kinds, observed in (each for store in stores for each in store.synced.items()):
+        synced.setdefault(kinds, set()).update(observed)
     page = (DOCS / "reference" / "durability.md").read_text(encoding="utf-8")
     column = {"full": 2, "process": 3}[durability]
     table = {cells[1].strip(): cells[column].strip() for line in page.splitlines() if (cells := line.split("|"))[3:]}
@@ -1264,9 +1277,19 @@ def test_what_is_synced_is_what_the_table_says(durability: Literal["full", "proc
         "cancelled": "end of a run: finished, aborted, cancelled by its owner",
         "outcome and aborted": "end of a run together with an outcome: a fatal error, a request to cancel",
         "outcome and cancelled": "end of a run together with an outcome: a fatal error, a request to cancel",
+        **dict.fromkeys(
+            ("asked", "answered", "answered and outcome", "answered and parked", "outcome and intent and asked"),
+            "question to a receipt, and its answer with what follows from it",
+        ),
+        "intent and waiting": "beginning of a durable wait",
+        **dict.fromkeys(
+            ("resolved", "resolved and outcome", "released", "signal", "intent and waiting and signal"),
+            "what an operator or a sender asked for, as an entry",
+        ),
+        "outcome and declined": "what an operator or a sender asked for, as an entry",
     }
-    assert store.synced.keys() - rows.keys() == {"intent of an `Effect.READ` step", "intent of any other step"}
-    for kinds, observed in store.synced.items():
+    assert synced.keys() - rows.keys() == {"intent of an `Effect.READ` step", "intent of any other step"}
+    for kinds, observed in synced.items():
         assert {"synced" if each else "written" for each in observed} == {table[rows.get(kinds, kinds)]}, kinds
 
 

@@ -632,8 +632,8 @@ def come_to(state: str, bench: Bench, ledger: AgentRunLedger, options: dict[str,
         case "retry due" | "retry due, ambiguous":
             bench.clock.sleep = stop_with(Died)  # type: ignore[method-assign]
             options |= {"retry": RetryPolicy(max_attempts=attempts + 1, base=50.0)}
+            error = ValueError("no") if state == "retry due" else TimeoutError("slow")
             with pytest.raises(Died):
-                error = ValueError("no") if state == "retry due" else TimeoutError("slow")
                 ledger.execute_step(RUN, "t", {}, raising(error), **options)
         case "cancelled":
             with pytest.raises(KeyboardInterrupt):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from agent_run_ledger.drivers.context import caller, current_step, place_variable, step_variable
 from agent_run_ledger.drivers.leases import HeldRun
+from agent_run_ledger.drivers.sync import Suspended
 from agent_run_ledger.engine import admission, runs
 from agent_run_ledger.engine.call import Call, Options
 from agent_run_ledger.errors import EffectConflict, InvalidArguments, UnorderedStep
@@ -159,7 +160,9 @@ class Agent(Registered):
         parent = place.run.run_id
 
         def begin(**given: Any) -> Any:
-            begun = Start(self, given, child_of(current_step().idempotency_key), None, parent, place.run.suspends)
+            begun = Start(
+                self, given, child_of(current_step().idempotency_key), None, parent, place.run.suspends, place.run._held
+            )
             return abegin(ledger, begun) if self.takes.is_async else run_to_its_end(ledger, begun)
 
         options = Options(effect=Effect.IDEMPOTENT, returns=self.returns)
@@ -185,6 +188,8 @@ class Start:
     parent: str | None = None
     suspends: bool = False
     """Whether its program ends where it would have to wait for what has not come."""
+    within: HeldRun | None = None
+    """The run whose program has called it."""
 
 
 @contextmanager
@@ -227,11 +232,15 @@ def run_to_its_end(ledger: Ledger, start: Start) -> Any:
         run = Run(ledger, held)
         with program_of(run, held):
             value = agent.call(run, agent.given(draft))
+        _suspend(held)
         payload = runs.stored(value, f"the result of {agent.name!r}", ledger._payload_limit, agent.returns)
         ledger._driver.obey(runs.finish(held, payload))
         return agent.result(payload)
     except BaseException as error:
-        park(ledger, held, error)
+        told = _told(held, start, error)
+        park(ledger, held, told)
+        if told is not error:
+            raise told from error
         raise
     finally:
         held.__exit__(None, None, None)
@@ -255,14 +264,33 @@ async def abegin(ledger: Ledger, start: Start) -> Any:
         run = Run(ledger, held, is_async=True)
         with program_of(run, held):
             value = await agent.call(run, agent.given(draft))
+        _suspend(held)
         payload = runs.stored(value, f"the result of {agent.name!r}", ledger._payload_limit, agent.returns)
         await driver.finish(held, payload)
         return agent.result(payload)
     except BaseException as error:
-        await driver.park(held, error)
+        told = _told(held, start, error)
+        await driver.park(held, told)
+        if told is not error:
+            raise told from error
         raise
     finally:
         held.__exit__(None, None, None)
+
+
+def _suspend(held: HeldRun) -> None:
+    """A program that swallowed that it is to end has no result."""
+    if held.is_suspended:
+        raise Suspended
+
+
+def _told(held: HeldRun, start: Start, error: BaseException) -> BaseException:
+    """What ended a program: where it is to be begun anew later that is all, whatever its own code made of it."""
+    if not (held.is_suspended or isinstance(error, Suspended)):
+        return error
+    if start.within is not None:  # it waits for what its child waits for
+        start.within.is_suspended = True
+    return error if isinstance(error, Suspended) else Suspended()
 
 
 def as_tool(function: F, tool: Tool) -> F:

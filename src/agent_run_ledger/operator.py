@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from agent_run_ledger.drivers import reading
@@ -23,6 +24,7 @@ from agent_run_ledger.rules.names import check_name
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from agent_run_ledger.agents import Tool
     from agent_run_ledger.contract import Clock, Row, Store
     from agent_run_ledger.drivers.leases import HeldRun, Leases
     from agent_run_ledger.drivers.sync import SyncDriver
@@ -50,6 +52,7 @@ class Operator:
     _leases: Leases
     _driver: SyncDriver
     _payload_limit: int
+    _tools: dict[str, Tool]
 
     if TYPE_CHECKING:
 
@@ -183,13 +186,19 @@ class Operator:
         return planned
 
     def _declared(self, step: StepHistory) -> Declaration:
-        """What is declared about a step's tool, as far as this ledger knows: what was said at its last dispatch."""
+        """What is declared about a step's tool, as far as this ledger knows: where it is not registered, what its last dispatch said."""
+        undeclared = self._leases.undeclared
+        tool = self._tools.get(step.tool)
+        if tool is not None:
+            call = tool.call({}, tool.options, self._payload_limit)
+            declared = recovery.declaration(call, undeclared=undeclared)
+            return replace(declared, effect=declared.effect or step.declared)
         return Declaration(
             effect=step.declared,
             max_attempts=step.attempts_of_code + step.left,
             has_receipt=step.has_receipt,
             key_window=step.key_window,
-            blocks_undeclared=self._leases.undeclared == "block",
+            blocks_undeclared=undeclared == "block",
         )
 
     # --- how ----------------------------------------------------------------------------------------------------------

@@ -8,8 +8,11 @@ from typing import TYPE_CHECKING, Any
 from agent_run_ledger.agents import Agent, Start, abegin, child_of, run_to_its_end
 from agent_run_ledger.drivers import reading
 from agent_run_ledger.drivers.sync import Suspended
+from agent_run_ledger.engine.call import DurableWait
 from agent_run_ledger.engine.history import History, StepHistory, parse
-from agent_run_ledger.errors import RunOwned, StoreError
+from agent_run_ledger.engine.requests import REQUESTS
+from agent_run_ledger.engine.waits import has_come
+from agent_run_ledger.errors import RunOwned, StoreCorrupt, StoreError
 from agent_run_ledger.model import RunState
 from agent_run_ledger.rules import canonical
 
@@ -21,7 +24,7 @@ if TYPE_CHECKING:
 def recover(ledger: AgentRunLedger, agents: Mapping[str, Agent]) -> list[str]:
     """See `AgentRunLedger.recover`."""
     ended: list[str] = []
-    tried: set[str] = set()
+    tried: set[str] = set()  # the runs of which nothing more can be done here
     while True:
         has_gone_on = False
         for summary in ledger._store.summaries():
@@ -33,8 +36,8 @@ def recover(ledger: AgentRunLedger, agents: Mapping[str, Agent]) -> list[str]:
             result = _go_on(ledger, agent, run_id)
             if result == "ended":
                 ended.append(run_id)
-            elif result == "waits":  # once what it waits for comes, it goes on
-                tried.discard(run_id)
+            elif result == "waits" and ledger._summary(run_id).last.seq > summary.last.seq:
+                tried.discard(run_id)  # once what it waits for comes, it goes on
             has_gone_on = has_gone_on or result != "owned"
         if not has_gone_on:
             return ended
@@ -63,7 +66,7 @@ def _rests(ledger: AgentRunLedger, summary: Summary, agents: Mapping[str, Agent]
     except StoreError:  # damaged: whoever begins it is told
         return False
     open_steps = [each for each in history.positions.values() if each.outcome is None]
-    if not open_steps or head.inbox > history.honoured:
+    if not open_steps or any(each.kind in REQUESTS for each in ledger._store.inbox(head.run_id, history.honoured)):
         return False
     now = ledger._clock.now()
     return all(_is_waiting(ledger, history, each, now, agents) for each in open_steps)
@@ -73,8 +76,15 @@ def _is_waiting(
     ledger: AgentRunLedger, history: History, recorded: StepHistory, now: float, agents: Mapping[str, Agent]
 ) -> bool:
     if recorded.waits is not None:
-        has_come = recorded.until is not None and now >= recorded.until
-        return not has_come and not any(history.signals.values())
+        if recorded.until is not None and now >= recorded.until:
+            return False
+        if recorded.waits == "sleep" or not any(history.signals.values()):
+            return True
+        stored = recorded.arguments or ledger._store.payload(history.run_id, recorded.seq)
+        if stored is None:  # erased: its program knows what it waits for
+            return False
+        sort: Any = recorded.waits
+        return has_come(history, recorded, DurableWait(sort, canonical.decode(stored)["name"], None)) is None
     if recorded.tool not in agents:
         return False
     child = next(iter(ledger._store.summaries(child_of(recorded.key))), None)
@@ -95,6 +105,8 @@ def _go_on(ledger: AgentRunLedger, agent: Agent, run_id: str) -> str:
     except RunOwned as owned:
         if owned.run_id == run_id:
             return "owned"
+    except StoreCorrupt:  # this run: what is wrong with it is for `verify` to say
+        return "parked"
     except StoreError:
         raise
     except Exception:

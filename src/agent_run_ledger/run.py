@@ -17,7 +17,7 @@ from agent_run_ledger.engine import runs
 from agent_run_ledger.engine.call import MAX_TIMEOUT, Call, DurableWait, Options, StepOptions, declared
 from agent_run_ledger.engine.live import Branch
 from agent_run_ledger.engine.steps import step
-from agent_run_ledger.errors import InvalidArguments, LedgerError, ProgramEnded, UnorderedStep
+from agent_run_ledger.errors import InvalidArguments, LedgerError, ProgramEnded, StoreError, UnorderedStep
 from agent_run_ledger.model import Approval, Effect
 from agent_run_ledger.rules import canonical, functions
 from agent_run_ledger.rules.names import check_name
@@ -306,6 +306,8 @@ async def _approved_later(said: Any, call: Call) -> Approval:
 
 def branch_of(held: HeldRun, asked: str) -> Branch:
     """The branch of this run that the calling code is in. Raises `UnorderedStep` inside of one of its steps."""
+    if held.is_suspended:  # whatever a `finally` asks for is asked for again when the program is begun anew
+        raise Suspended
     inside = step_variable.get()
     if inside is not None and inside.run_id == held.run_id:
         raise UnorderedStep(held.run_id, asked, inside.tool_name)
@@ -420,7 +422,11 @@ def finish(ledger: Ledger, held: HeldRun, result: Any) -> None:
 
 def park(ledger: Ledger, held: HeldRun, error: BaseException) -> None:
     """Park a run that an exception left, unless it ended or is somebody else's by now. The exception stays the news."""
-    if not held.is_held or isinstance(error, Suspended):  # it has said what it waits for
+    if not held.is_held:
+        return
+    if isinstance(error, Suspended):  # it has said what it waits for
+        with suppress(StoreError):  # the lease runs out by itself
+            ledger._driver.give_back(held)
         return
     try:
         if not ledger._driver.obey(runs.park(held, error)):

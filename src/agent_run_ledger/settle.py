@@ -100,6 +100,5 @@ def _settling(held: HeldRun, call: Call, doubts: list[StepInDoubt]) -> Iterator[
     except StepInDoubt as doubt:
         doubts.append(doubt)
     except Exception:
-        known = held.history.positions.get(call.place or "")
-        if known is None or known.outcome is None:  # it is none of the step's own errors
+        if not call.is_delivered:  # it is none of the step's own errors
             raise

@@ -10,6 +10,7 @@ import time
 import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
 from contextlib import AbstractContextManager, suppress
+from functools import partial
 from typing import Any, Protocol, TypeVar, cast
 
 from agent_run_ledger.contract import Clock, Store
@@ -50,6 +51,8 @@ _PAUSE_AT_REPLAY = 64
 """After so many answers from the log that needed no waiting the other tasks of the loop have a turn."""
 _GRACE_SECONDS, _PATIENCE_SECONDS = 0.05, 2.0
 """How long a replay waits for its program to cancel a call again: beyond the time of the first time, and without a known deadline."""
+_QUIET_SECONDS = 2.0
+"""After so long without a call the tasks of a program that is not to be waited with are taken to wait for those that do."""
 _STOP_SECONDS = 5.0
 """How long an agent that has returned waits for calls of its own that it left behind, once they are cancelled."""
 
@@ -338,7 +341,11 @@ class AsyncDriver:
 
     async def park(self, run: HeldRun, error: BaseException) -> None:
         """Park a run that an exception left, unless it ended or is somebody else's by now. The exception stays the news."""
-        if not run.is_held or isinstance(error, Suspended):  # it has said what it waits for
+        if not run.is_held:
+            return
+        if isinstance(error, Suspended):  # it has said what it waits for
+            with suppress(StoreError):  # the lease runs out by itself
+                await self.in_thread(lambda: self.sync.give_back(run))
             return
         if not isinstance(error, Exception):  # nothing can be awaited any more
             self._park_behind(run, error)
@@ -623,10 +630,13 @@ class AsyncDriver:
     async def _rest(self, effect: Rest) -> bool:
         run = cast(HeldRun, effect.run)
         seen, end = await self.in_thread(lambda: self.sync.lie_down(effect))
-        pause = POLL_SECONDS
+        pause, stands, since = POLL_SECONDS, None, self._clock.elapsed()
         try:
             while not await self.in_thread(lambda: self.sync.is_roused(effect, seen, end)):
-                await self.in_thread(lambda: self.sync.may_rest(effect))
+                if (now_stands := (run.history.size, frozenset(run.made))) != stands:
+                    stands, since = now_stands, self._clock.elapsed()
+                is_quiet = run.suspends and self._clock.elapsed() - since >= _QUIET_SECONDS
+                await self.in_thread(partial(self.sync.may_rest, effect, is_quiet=is_quiet))
                 await self.pause(min(pause, self.sync.left(effect, end)))
                 pause = min(pause * 1.5, LONGEST_POLL_SECONDS)
         finally:

@@ -165,7 +165,7 @@ class Leases:
     def create(self, run_id: str, drafts: Sequence[Draft]) -> HeldRun | None:
         """Make a run that begins with these entries, and hold it. None where it exists."""
         secret = os.urandom(32)
-        history = History(run_id, secret, self._rule())
+        history = History(run_id, secret, self._rule)
         token = self._store.first_token()
         sealed = seal(history, token, self._clock.now(), drafts)
         expires = self._clock.elapsed() + self._lease_seconds
@@ -212,7 +212,7 @@ class Leases:
             self.fetch_requests(run)
 
     def _read(self, run_id: str) -> History:
-        return reading.read(self._store, run_id, self._rule())
+        return reading.read(self._store, run_id, self._rule)
 
     def _took(self, run: HeldRun, token: int, expires: float) -> None:
         positions = run.history.positions

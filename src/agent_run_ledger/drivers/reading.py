@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from agent_run_ledger.contract import Row, Store
 from agent_run_ledger.engine.history import KEPT_BYTES, History
@@ -29,7 +29,7 @@ def whole(store: Store, run_id: str, row: Row) -> Row:
     return row._replace(payload=store.payload(run_id, row.seq))
 
 
-def read(store: Store, run_id: str, rule: Rule | None = None) -> History:
+def read(store: Store, run_id: str, rule: Callable[[], Rule] | None = None) -> History:
     """Fold a run, without the long arguments and outputs of its steps. Raises `RunNotFound` and `StoreCorrupt`."""
     history: History | None = None
     for page in pages(store, run_id):

@@ -241,24 +241,29 @@ class SyncDriver:
         """This call needs nobody to hold its run. Returns how many requests were seen by now, and when it ends, on the elapsed clock."""
         run = cast(HeldRun, effect.run)
         with run.lock:
-            run.resting.add(effect.call.position)
-            return run.inbox, math.inf if effect.at_most is None else self._clock.elapsed() + effect.at_most
+            if run.made.get(effect.call.position) is effect.call:  # it may have been interrupted just now
+                run.resting.add(effect.call.position)
+            return effect.call.heard, math.inf if effect.at_most is None else self._clock.elapsed() + effect.at_most
 
     def left(self, effect: Rest, end: float) -> float:
         """Seconds until its time has come: by the wall clock, and never more than it was meant to wait in all."""
         by_the_wall = math.inf if effect.until is None else effect.until - self._clock.now()
         return max(0.0, min(by_the_wall, end - self._clock.elapsed()))
 
-    def may_rest(self, effect: Rest) -> None:
-        """Let go of the run, if none of its calls does anything but wait. Raises `Suspended` where nobody is to wait in a thread."""
+    def may_rest(self, effect: Rest, *, is_quiet: bool = False) -> None:
+        """Let go of the run, if none of its calls does anything but wait. Raises `Suspended` where nobody is to wait in a thread.
+
+        `is_quiet`: what else of its program is at work has made no call for so long that it may be taken to wait, too.
+        """
         run = cast(HeldRun, effect.run)
         with run.lock:
-            if run.is_resting:
+            if run.is_resting or (is_quiet and run.made.keys() <= run.resting):
                 if run.is_held:
                     with suppress(StoreError):  # the lease runs out by itself
                         self.pay(run)
                         self._leases.give_back(run)
                 if run.suspends:
+                    run.is_suspended = True
                     raise Suspended
 
     def is_roused(self, effect: Rest, seen: int, end: float) -> bool:

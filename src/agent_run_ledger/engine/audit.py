@@ -148,7 +148,10 @@ class Audit:
                 self.found(row.seq, "column", f"{name}: the row says {value!r}, the hashed body {body.get(name)!r}")
         key = (row.position, row.attempt, row.kind)
         if row.position is not None and row.attempt is not None and row.kind in ("intent", "outcome"):
-            if key in self.seen:
+            known = self.history.positions.get(row.position)
+            # what is learnt from the receiver, or an operator, of a failure that is in doubt again is said of the same attempt
+            is_learnt = "reconciled" in body and known is not None and known.outcome is None
+            if key in self.seen and not is_learnt:
                 self.found(row.seq, "twice", f"a second {row.kind} of position {row.position}, attempt {row.attempt}")
             self.seen.add(key)
 

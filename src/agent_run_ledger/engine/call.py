@@ -219,6 +219,8 @@ class Call:
     """A weak reference to the coroutine that was made for it and has not begun."""
     wait: DurableWait | None = None
     """What it waits for, where it calls nobody."""
+    heard: int = 0
+    """Up to which request of others its run was known when it was last looked whether that has come."""
     questions: int = 0
     """How often the receiver was asked for its receipt, in this life."""
     left: LeftBehind | None = None

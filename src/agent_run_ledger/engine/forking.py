@@ -13,7 +13,7 @@ from agent_run_ledger.errors import InvalidArguments
 from agent_run_ledger.model import Event
 from agent_run_ledger.rules import canonical
 
-_STEP_KINDS = frozenset({"intent", "outcome", "missed", "redispatched_undeclared"})
+_STEP_KINDS = frozenset({"intent", "waiting", "outcome", "missed", "redispatched_undeclared"})
 _MADE_ANEW = ("run", "seq", "kind", "token", "state", "steps", "refused", "position", "attempt", "payload", "signal")
 
 
@@ -57,8 +57,12 @@ def carried(
             Draft(row.kind, _event(row.kind, body), fields, _payload(row, body), row.position, row.attempt, row.digest,
                   None, row.fingerprint)
         )  # fmt: skip
-    fields = {"from": history.run_id, "size": history.size, "root": history.root.hex()}
-    drafts.append(Draft("forked", None, fields, canonical.encode(told)))
+    fork: dict[str, Any] = {"from": history.run_id, "size": history.size, "root": history.root.hex()}
+    followed = {position for draft in drafts for position in draft.fields.get("follows", ())}
+    acted_upon = [each.position for each in history.positions.values() if each.followed and each.number < before]
+    if not history.pipeline and (left := [position for position in acted_upon if position not in followed]):
+        fork["follows"] = left  # what had acted upon them is not carried, and they are no news all the same
+    drafts.append(Draft("forked", None, fork, canonical.encode(told)))
     return drafts
 
 
@@ -71,8 +75,8 @@ def _payload(row: Row, body: dict[str, Any]) -> bytes | None:
 
 
 def _event(kind: str, body: dict[str, Any]) -> Event | None:
-    if kind == "intent":
-        return Event.START_STEP
+    if kind in ("intent", "waiting"):
+        return Event.START_STEP if kind == "intent" else Event.WAIT
     if kind != "outcome":
         return None
     if "retry_at" in body:

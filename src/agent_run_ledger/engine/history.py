@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from agent_run_ledger import merkle
@@ -147,6 +147,13 @@ class StepHistory:
         return self.outcome is not None and (self.outcome.is_final or self.followed or self.missed > 0)
 
     @property
+    def may_have_taken_effect(self) -> bool:
+        """Whether it may have changed something, for all that is recorded: what has no side effect, or surely failed, has not."""
+        if self.effect == "READ" or self.outcome is None:
+            return self.effect != "READ"
+        return self.outcome.ok != "failed" or self.outcome.is_open
+
+    @property
     def is_retried(self) -> bool:
         """Whether it failed, and is to be tried again without anybody being told."""
         return self.outcome is not None and self.outcome.retry_at is not None and not self.is_settled
@@ -221,6 +228,7 @@ class StepHistory:
             self.doubted()
         elif kind == "answered":
             self.is_asked, self.ask_at, self.unanswered = False, body.get("retry_at"), 0
+            self.wait = body.get("wait", self.wait)
         elif kind == "parked":
             self.is_asked, self.ask_at = False, None
             self.doubted()
@@ -236,10 +244,12 @@ class StepHistory:
 class Signal:
     """Something that was sent to a run by name and that no call has taken yet."""
 
-    __slots__ = ("by", "digest", "has_approved", "payload", "sent", "seq")
+    __slots__ = ("digest", "has_approved", "payload", "position", "sent", "seq")
 
     def __init__(self, row: Row, body: dict[str, Any]) -> None:
         self.seq = row.seq
+        self.position = row.position
+        """For the answer to a request for approval: that of the request."""
         self.sent: float = body["sent"]
         self.payload = row.payload
         """What was sent and by whom; None: it is not kept in memory, or was erased."""
@@ -266,7 +276,7 @@ class Missed:
 class History:
     """One run as its entries tell it. Nothing is in here that the entries do not say."""
 
-    def __init__(self, run_id: str, secret: bytes, rule: Rule | None = None) -> None:
+    def __init__(self, run_id: str, secret: bytes, rule: Callable[[], Rule] | None = None) -> None:
         self.run_id = run_id
         self.secret = secret
         self.state = RunState.PENDING
@@ -308,10 +318,11 @@ class History:
         self.verdict = OK
         self.looping: tuple[str, str] | None = None
         """Tool and input digest of the calls that the verdict is about."""
-        self._rule = rule
+        self._make_rule = rule
+        self._rule = rule() if rule is not None else None
 
     @classmethod
-    def read(cls, run_id: str, secret: bytes, rows: Iterable[Row], rule: Rule | None = None) -> History:
+    def read(cls, run_id: str, secret: bytes, rows: Iterable[Row], rule: Callable[[], Rule] | None = None) -> History:
         """Fold stored entries. Raises `StoreCorrupt` where a body is no body."""
         history = cls(run_id, secret, rule)
         history.take(list(rows))
@@ -402,7 +413,7 @@ class History:
 
     def _other(self, row: Row, body: dict[str, Any]) -> None:
         kind, position = row.kind, row.position
-        if position is not None and self.trailing and kind in ("refused", "value", "missed"):
+        if self.trailing and (kind == "forked" or (position is not None and kind in ("refused", "value", "missed"))):
             self._follow(body)
         if kind in _ASIDES:
             self.asides += 1
@@ -423,6 +434,8 @@ class History:
         if position is not None and (known := self.positions.get(position)) is not None:
             if kind == "missed":
                 known.missed, known.missed_at = _order(row, body), body["at"]
+                if known.may_have_taken_effect:
+                    self.doubts[known.tool, known.input] = known
                 self.trailing.pop(position, None)
                 self.waiting.discard(position)
             elif kind in ("parked", "asked", "waiting", "resolved"):
@@ -451,6 +464,8 @@ class History:
     def _begin_afresh(self, kind: str) -> None:
         """An operator lets the run go on: what stopped it counts from nothing."""
         self.verdict, self.looping, self.cause = OK, None, None
+        if self._make_rule is not None:
+            self._rule = self._make_rule()
         if kind == "forked":
             for step in self.positions.values():
                 if step.outcome is None or not step.stands:

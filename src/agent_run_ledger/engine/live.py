@@ -130,6 +130,8 @@ class LiveRun:
         self.divergence: ReplayDivergence | None = None
         """What the program was told when it asked for something else than what is recorded: it appends nothing any more."""
         self.turns = None
+        self.is_suspended = False
+        """Whether its program has been told to end, to be begun anew when what it waits for has come: it does nothing more."""
         self.settled: set[str] = set()
         """The positions of steps that were settled just before the program began: it is told how they failed, if they did."""
         self.leaving: str | None = None
@@ -143,9 +145,6 @@ class LiveRun:
         positions = self.history.positions
         self.owed = []
         self.in_flight.clear()
-        for at in list(self.interrupted):
-            if at in positions and positions[at].outcome is not None:
-                del self.interrupted[at]
         for branch in self.branches.values():
             for at, attempt in branch.hears.items():
                 if at in positions and positions[at].attempts != attempt:

@@ -62,6 +62,8 @@ def seal(history: History, token: int, at: float, drafts: Iterable[Draft]) -> li
                 begun.discard(position)
                 if state is RunState.BLOCKED:  # by this very event: the others of this append are told
                     waiting.add(position)
+                else:
+                    waiting.discard(position)
                 if begun:
                     state = RunState.RUNNING
                 elif len(history.running) > 1 or history.waiting or waiting:

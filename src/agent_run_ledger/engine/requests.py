@@ -100,13 +100,14 @@ def _signal(run: LiveRun, said: dict[str, Any], who: str, at: float) -> list[Dra
 
 
 def _approval(run: LiveRun, said: dict[str, Any], who: str, at: float) -> list[Draft]:
-    """Somebody's word on the exact arguments that he was shown: to others it says nothing."""
-    for step in run.history.positions.values():
-        is_asked = step.waits == "approval" and step.outcome is None and step.digest is not None
-        if is_asked and step.digest is not None and step.digest.hex() == said["digest"]:
+    """Somebody's word on the exact arguments that he was shown, to the first who asks and has no answer: to others it says nothing."""
+    answered = {signal.position for signal in run.history.signals.get(said["name"], ())}
+    asking = [step for step in run.history.positions.values() if step.outcome is None]
+    for step in sorted(asking, key=lambda step: step.position in answered):
+        if step.waits == "approval" and step.digest is not None and step.digest.hex() == said["digest"]:
             fields = {"name": said["name"], "sent": at, "of": step.input, "approved": said["approved"]}
             payload = canonical.encode({"by": said["by"], "value": said["reason"]})
-            return [Draft("signal", None, fields, payload)]
+            return [Draft("signal", None, fields, payload, step.position)]
     raise InvalidArguments(f"run {run.run_id!r} asks nobody to approve these arguments")
 
 

@@ -149,7 +149,7 @@ def _park(described: dict[str, Any], run: LiveRun, moment: Moment) -> Plan:
         return Plan(answer=True)
     if history.state is RunState.BLOCKED and history.cause_text == reason:
         return Plan(answer=True)  # it stands for this very reason already
-    if (spent := budget.entries_spent(run.limit, history.size)) is not None:
+    if (spent := budget.entries_spent(run.most_steps, history.size - history.asides)) is not None:
         payload = canonical.encode({"reason": f"{spent}; last it was left by {reason}"})
         return Plan([Draft("exhausted", Event.BUDGET_EXHAUSTED, {}, payload)], answer=True, synced=True)
     payload = canonical.encode({"reason": reason, "error": described})
@@ -203,7 +203,7 @@ def _value(branch: Branch, position: str, name: str, fresh: Any, run: LiveRun, m
     drafts, doubt = admission.left_in_doubt(run, run.left_behind(branch))
     if doubt is not None:
         return Plan(drafts, error=doubt)
-    reason = budget.entries_spent(run.limit, history.size)
+    reason = budget.entries_spent(run.most_steps, history.size - history.asides)
     if reason is not None and not run.in_flight:
         fields = {"rule": "budget"} | admission.follows(run, branch)
         refused = Draft("refused", Event.BUDGET_EXHAUSTED, fields, canonical.encode({"reason": reason}), position)

@@ -6,10 +6,10 @@ from functools import partial
 from typing import Any, assert_never
 
 from agent_run_ledger.engine import admission, attempts, outcomes, reconcile, recovery, waits
-from agent_run_ledger.engine.call import Call
+from agent_run_ledger.engine.call import Call, LeftBehind
 from agent_run_ledger.engine.deciding import insist
 from agent_run_ledger.engine.effects import AwaitLate, Commit, Fetch, Flow, GiveBack, Moment, Plan, Turn
-from agent_run_ledger.engine.history import StepHistory
+from agent_run_ledger.engine.history import Outcome, StepHistory
 from agent_run_ledger.engine.identity import difference, divergence, lacks_arguments
 from agent_run_ledger.engine.intents import dispatch_again, exhausted, first_intent, has_no_room
 from agent_run_ledger.engine.live import LiveRun
@@ -190,15 +190,16 @@ _BREAKS = {
 def _continued(run: LiveRun, call: Call, salted: str) -> StepHistory | None:
     """The step of the same tool and arguments that may have taken effect, although its program was told that it failed.
 
-    A call without side effects continues nothing: there is nothing that could be doubled.
+    Or was told nothing, since it was interrupted. A call without side effects continues nothing: there is nothing that could be doubled.
     """
     if call.options.effect is Effect.READ:
         return None
-    for position in call.behind:  # interrupted, and so about to be recorded as cancelled
+    for position in call.behind:  # interrupted, and about to be recorded as such
         step = run.history.positions.get(position)
-        if step is not None and step.outcome is None and (step.tool, step.input) == (call.tool, salted):
-            _, interrupted = run.interrupted[position]
-            return step if not admission.is_undispatched(run, interrupted, step) else None
+        if step is not None and (step.tool, step.input) == (call.tool, salted) and step.may_have_taken_effect:
+            _, interrupted = run.interrupted.get(position, (None, None))
+            is_undispatched = interrupted is not None and admission.is_undispatched(run, interrupted, step)
+            return None if step.outcome is None and is_undispatched else step
     return run.history.doubts.get((call.tool, salted))
 
 
@@ -209,6 +210,10 @@ def _continue(
 
     Where nothing may be sent before it is known what became of the other, the intent says that it is not dispatched.
     """
+    if call.left is None and step.outcome is not None and step.outcome.ok == "completed":
+        if (known := _output(call, step.outcome)) is None:
+            return Plan(answer=Fetch(run, step.outcome.seq))
+        call.left = known
     if step.position in run.late and call.left is None:
         return Plan(answer=AwaitLate(run, step.position, call.options.timeout))
     is_known = call.left is not None and (call.left.is_running or call.left.has_returned)
@@ -224,6 +229,17 @@ def _continue(
     return Plan(
         [*drafts, intent, parked_in_doubt(standing, action.reason)], error=in_doubt(run, standing, action.reason)
     )
+
+
+def _output(call: Call, outcome: Outcome) -> LeftBehind | None:
+    """What the other one returned, which its program was never told; None where that has to be looked up."""
+    payload = outcome.payload
+    if payload is None and outcome.digest is not None:
+        if outcome.seq not in call.fetched:
+            return None
+        payload = call.fetched[outcome.seq]
+    value = canonical.decode(payload) if payload is not None else None
+    return LeftBehind(is_running=False, has_returned=True, value=value)
 
 
 def _refusing(
@@ -258,7 +274,7 @@ def _resume(run: LiveRun, call: Call, step: StepHistory, moment: Moment) -> Plan
         case "dead_letter":
             return exhausted(run, call, step, action.reason, [])
         case "ask":
-            return Plan([reconcile.question(step, action.reason)])
+            return Plan([reconcile.question(step, action.reason, step.unanswered)])
         case "record" | "wait":
             raise AssertionError(f"nobody was asked, so nothing leads to {action.kind!r}")
         case _:

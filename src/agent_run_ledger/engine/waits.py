@@ -8,7 +8,7 @@ from agent_run_ledger.engine import admission
 from agent_run_ledger.engine.call import Call, DurableWait
 from agent_run_ledger.engine.deciding import commit
 from agent_run_ledger.engine.effects import Fetch, Flow, Moment, Plan, Rest
-from agent_run_ledger.engine.history import Signal, StepHistory
+from agent_run_ledger.engine.history import History, Signal, StepHistory
 from agent_run_ledger.engine.live import LiveRun
 from agent_run_ledger.engine.log import Draft
 from agent_run_ledger.engine.outcomes import waited
@@ -33,18 +33,20 @@ def rest(run: LiveRun, call: Call, step: StepHistory) -> Flow[None]:
         this = run.history.positions.get(call.position)
         if this is None or this.outcome is not None or run.made.get(call.position) is not call:
             return
-        if call.wait is not None and _signal(run, this, call.wait) is not None:
+        if call.wait is not None and has_come(run.history, this, call.wait) is not None:
             continue  # it has become an entry this very moment
         is_over = yield Rest(run, call, this.until, call.wait.seconds if call.wait is not None else None)
 
 
 def _come(call: Call, is_over: bool, run: LiveRun, moment: Moment) -> Plan:
-    step, wait = run.history.positions.get(call.position), call.wait
-    if step is None or wait is None or step.outcome is not None or run.made.get(call.position) is not call:
+    step, wait, call.heard = run.history.positions.get(call.position), call.wait, run.inbox
+    if wait is None or (step is not None and step.outcome is not None) or run.made.get(call.position) is not call:
         return Plan()
-    if (ending := admission.ending(run)) is not None:
+    if (ending := admission.ending(run)) is not None:  # of a run that ended here nothing else may be in memory any more
         return Plan(error=ending)
-    if (signal := _signal(run, step, wait)) is not None:
+    if step is None:
+        return Plan()
+    if (signal := has_come(run.history, step, wait)) is not None:
         if signal.payload is None and signal.seq not in call.fetched:
             return Plan(answer=Fetch(run, signal.seq))
         sent = signal.payload or call.fetched.get(signal.seq)
@@ -60,13 +62,16 @@ def _come(call: Call, is_over: bool, run: LiveRun, moment: Moment) -> Plan:
     return Plan([waited(step, "expired", canonical.encode(said))])
 
 
-def _signal(run: LiveRun, step: StepHistory, wait: DurableWait) -> Signal | None:
-    """The first that was sent in time, whenever it is read; an answer to a request for approval must be to these very arguments."""
+def has_come(history: History, step: StepHistory, wait: DurableWait) -> Signal | None:
+    """The first that was sent in time, whenever it is read.
+
+    An answer to a request for approval is one to this very request: somebody's word on a payment says nothing about the next one.
+    """
     if wait.sort == "sleep":
         return None
-    of = step.input if wait.sort == "approval" else None
-    for signal in run.history.signals.get(wait.name, ()):
-        if signal.digest == of and (step.until is None or signal.sent <= step.until):
+    of, at = (step.input, step.position) if wait.sort == "approval" else (None, None)
+    for signal in history.signals.get(wait.name, ()):
+        if (signal.digest, signal.position) == (of, at) and (step.until is None or signal.sent <= step.until):
             return signal
     return None
 
