@@ -1130,6 +1130,7 @@ def fill_by_forks(ledger: AgentRunLedger) -> None:
     limits = Budget(deadline=datetime(2100, 1, 1, tzinfo=UTC))
     ledger.redrive("spent", budget=limits, max_steps=20)
     ledger.fork("parent", ledger.get_run("parent").total_steps + 1)
+    ledger.fork("continued", 2)
     for run_id in ("one", "undeclared", "found", "rests", "taken over"):
         ledger.fork(run_id, ledger.get_run(run_id).total_steps + 1)
 

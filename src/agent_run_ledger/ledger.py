@@ -19,7 +19,7 @@ from agent_run_ledger.contract import Clock, Store, Summary
 from agent_run_ledger.drivers import reading
 from agent_run_ledger.drivers.leases import POLL_SECONDS, HeldRun, Leases
 from agent_run_ledger.drivers.sync import SyncDriver
-from agent_run_ledger.engine import audit, damage, records, runs
+from agent_run_ledger.engine import audit, damage, records, requests, runs
 from agent_run_ledger.engine.call import StepOptions, declared
 from agent_run_ledger.engine.log import Draft
 from agent_run_ledger.errors import (
@@ -375,6 +375,11 @@ class Ledger(Operator):
             with run.lock:
                 if run.is_held:
                     self._driver.pay(run)
+                    if run.history.is_in_doubt or run.history.trailing:
+                        self._leases.fetch_requests(run)
+            if run.requests:  # before its program decides anything: it may be what it waits for
+                self._driver.obey(requests.answer(run, keeps=True))
+            with run.lock:
                 run.restart()
         except BaseException:
             run.__exit__(None, None, None)

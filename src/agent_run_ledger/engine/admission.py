@@ -91,8 +91,12 @@ def left_in_doubt(
 
 
 def is_undispatched(run: LiveRun, call: Call, step: StepHistory) -> bool:
-    """Whether the intent is this very call's, which was interrupted before it was dispatched. A former process may have done so."""
-    return not call.was_dispatched and step.seq > call.since and step.token == run.token
+    """Whether the intent is this very call's, which was interrupted before it was dispatched. A former process may have done so.
+
+    One that continues another may have taken effect when that was dispatched.
+    """
+    is_its_own = step.seq > call.since and step.token == run.token and step.continues is None
+    return is_its_own and not call.was_dispatched
 
 
 def _doubt(run: LiveRun, step: StepHistory) -> tuple[list[Draft], StepInDoubt]:

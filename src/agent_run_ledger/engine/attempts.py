@@ -52,9 +52,10 @@ def take_late(run: LiveRun, call: Call, at_most: float | None) -> Flow[None]:
     Only what has no side effect may be dispatched again beside it.
     """
     step = run.history.positions.get(call.position)
-    if call.position not in run.late or step is None or (call.options.effect or step.declared) is Effect.READ:
+    runs_on = run.runs_on(step)
+    if runs_on is None or step is None or step.stands or (call.options.effect or step.declared) is Effect.READ:
         return
-    result: Result | None = yield AwaitLate(run, call.position, at_most)
+    result: Result | None = yield AwaitLate(run, runs_on, at_most)
     if result is None:
         call.branch.answered.add(call.position)  # its failure stands until the thread has ended
         if at_most is not None and not run.is_cancelled:
@@ -132,5 +133,7 @@ def settle_left(run: LiveRun, call: Call, step: StepHistory, left: LeftBehind) -
         yield Commit(run, partial(outcomes.settle, call, draft, None))
     else:
         error = TimeoutError("the call that it continues has not ended yet")
+        if outcomes.must_not_repeat(run, call, step):
+            yield Commit(run, partial(outcomes.park_ambiguous, step, error))
         draft = outcomes.raised(run, call, step, error, _AMBIGUOUS)
         yield Commit(run, partial(outcomes.settle, call, draft, error, is_hopeless=True))

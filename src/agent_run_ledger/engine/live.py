@@ -119,6 +119,12 @@ class LiveRun:
         """Whether somebody asked for the run's end; it is recorded as soon as nothing is in flight."""
         return bool(self.requests) and any(request.kind == "cancel" for request in self.requests)
 
+    def runs_on(self, step: StepHistory | None) -> str | None:
+        """The position at which this step, or one that it continues, was dispatched to a thread that has not ended; None: there is none."""
+        while step is not None and step.position not in self.late:
+            step = self.history.positions.get(step.continues or "")
+        return step.position if step is not None else None
+
     def restart(self) -> None:
         """A program begins at its first line: its next call is the run's first."""
         self.root = Branch()

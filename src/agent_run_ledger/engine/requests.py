@@ -46,10 +46,11 @@ def act(run: LiveRun, kind: str, said: dict[str, Any], who: str) -> Flow[bool]:
     return bool(done)
 
 
-def answer(run: LiveRun) -> Flow[None]:
-    """Answer what others have asked, if that can be done now, and let go of the run."""
+def answer(run: LiveRun, *, keeps: bool = False) -> Flow[None]:
+    """Answer what others have asked, if that can be done now, and let go of the run unless its program `keeps` it."""
     yield Commit(run, _nothing)
-    yield GiveBack(run)
+    if not keeps:
+        yield GiveBack(run)
 
 
 def _nothing(run: LiveRun, moment: Moment) -> Plan:

@@ -214,8 +214,8 @@ def _continue(
         if (known := _output(call, step.outcome)) is None:
             return Plan(answer=Fetch(run, step.outcome.seq))
         call.left = known
-    if step.position in run.late and call.left is None:
-        return Plan(answer=AwaitLate(run, step.position, call.options.timeout))
+    if call.left is None and (runs_on := run.runs_on(step)) is not None:
+        return Plan(answer=AwaitLate(run, runs_on, call.options.timeout))
     is_known = call.left is not None and (call.left.is_running or call.left.has_returned)
     if action.kind == "dead_letter" and not is_known:
         return exhausted(run, call, step, action.reason, drafts)
@@ -269,13 +269,19 @@ def _resume(run: LiveRun, call: Call, step: StepHistory, moment: Moment) -> Plan
             said = Draft("redispatched_undeclared", None, {"step": step.number}, None, step.position, step.attempts + 1)
             return dispatch_again(run, call, step, moment, said)
         case "park":
-            park = [] if step.state == StepState.BLOCKED else [parked_in_doubt(step, action.reason)]
-            return Plan(park, error=in_doubt(run, step, action.reason))
+            return _park(run, step, action.reason)
         case "dead_letter":
             return exhausted(run, call, step, action.reason, [])
+        case "ask" if run.runs_on(step) is not None:  # what a receiver has not seen may be on its way
+            return _park(run, step, "it ran out of time, and its function goes on in its thread")
         case "ask":
             return Plan([reconcile.question(step, action.reason, step.unanswered)])
         case "record" | "wait":
             raise AssertionError(f"nobody was asked, so nothing leads to {action.kind!r}")
         case _:
             assert_never(action.kind)
+
+
+def _park(run: LiveRun, step: StepHistory, why: str) -> Plan:
+    park = [] if step.state == StepState.BLOCKED else [parked_in_doubt(step, why)]
+    return Plan(park, error=in_doubt(run, step, why))

@@ -12,18 +12,26 @@ from agent_run_ledger.rules import canonical, failures
 
 
 def trace(rows: Iterable[Row]) -> list[TraceLine]:
-    """Every entry but recorded values, in log order. `rows` are whole."""
+    """Every entry but recorded values, in log order. `rows` are whole. One that is damaged is a line that says so."""
     lines: list[TraceLine] = []
     numbers: dict[str | None, tuple[int, str]] = {}
     for row in rows:
-        body = parse(row.body)
-        if row.kind == "value":
-            continue
-        if row.kind == "intent":
-            numbers.setdefault(row.position, (body["step"], body["tool"]))
-        number, tool = numbers.get(row.position, (None, body.get("tool"))) if row.position else (None, None)
-        lines.append(TraceLine(row.seq, body["at"], _event(row, body), number, tool, row.attempt, _text(row, body)))
+        try:
+            line = _line(row, parse(row.body), numbers)
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            at = lines[-1].at if lines else 0.0
+            line = TraceLine(row.seq, at, "unreadable", None, None, None, f"{type(error).__name__}: {error}")
+        if row.kind != "value" or line.event == "unreadable":
+            lines.append(line)
     return lines
+
+
+def _line(row: Row, body: dict[str, Any], numbers: dict[str | None, tuple[int, str]]) -> TraceLine:
+    """The line of one entry. `numbers` are the steps by position, as far as the rows before have told; it is added to."""
+    if row.kind == "intent":
+        numbers.setdefault(row.position, (body["step"], body["tool"]))
+    number, tool = numbers.get(row.position, (None, body.get("tool"))) if row.position else (None, None)
+    return TraceLine(row.seq, float(body["at"]), _event(row, body), number, tool, row.attempt, _text(row, body))
 
 
 def _event(row: Row, body: dict[str, Any]) -> str:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 
 from agent_run_ledger.engine import admission
 from agent_run_ledger.engine.call import Call, DurableWait
 from agent_run_ledger.engine.deciding import commit
-from agent_run_ledger.engine.effects import Fetch, Flow, Moment, Plan, Rest
+from agent_run_ledger.engine.effects import Fetch, Flow, Moment, Plan, Rest, Wait
 from agent_run_ledger.engine.history import History, Signal, StepHistory
 from agent_run_ledger.engine.live import LiveRun
 from agent_run_ledger.engine.log import Draft
 from agent_run_ledger.engine.outcomes import waited
+from agent_run_ledger.errors import RunOwned
 from agent_run_ledger.model import Event, StepState
 from agent_run_ledger.rules import canonical
+
+_A_GLANCE_SECONDS = 0.2
+"""How long whoever waits leaves the run to somebody else before he looks again."""
 
 
 def waiting(wait: DurableWait, intent: Draft, moment: Moment) -> Draft:
@@ -29,7 +34,13 @@ def rest(run: LiveRun, call: Call, step: StepHistory) -> Flow[None]:
     """Wait until what the call waits for has come, or its time has."""
     is_over = False
     while True:
-        yield from commit(run, call, partial(_come, call, is_over))
+        try:
+            yield from commit(run, call, partial(_come, call, is_over))
+        except (
+            RunOwned
+        ):  # somebody looks at it, or goes on with it: in the end he lets go of it, and the log says what came
+            yield Wait(run, math.inf, _A_GLANCE_SECONDS)
+            continue
         this = run.history.positions.get(call.position)
         if this is None or this.outcome is not None or run.made.get(call.position) is not call:
             return
