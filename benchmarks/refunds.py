@@ -27,6 +27,7 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Protocol
 
@@ -230,7 +231,7 @@ def play(subject: Any, count: int, payments: Service, folder: Path) -> dict[str,
         subject.world.is_doomed = True
         subject.begin(number)
 
-    killed = sum(in_a_process(lambda number=number: doomed(number)) == -signal.SIGKILL for number in range(count))
+    killed = sum(in_a_process(partial(doomed, number)) == -signal.SIGKILL for number in range(count))
     assert len(payments.resources()) == killed == count
     assert in_a_process(lambda: subject.resume(count)) == 0
     made = Counter(json.loads(resource.body)["customer"] for resource in payments.resources())

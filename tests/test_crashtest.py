@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import subprocess
 import sys
 import threading
 import time
-import uuid
 from collections import Counter
 from collections.abc import Callable
 from decimal import Decimal
@@ -177,10 +177,13 @@ def test_what_says_that_its_receiver_knows_the_key_and_never_sends_one_is_found(
 
 def test_a_receiver_that_takes_the_same_key_twice_is_found(ledger: AgentRunLedger, way: Way, bank: Bank) -> None:
     def charge(amount: int) -> str:
-        return bank.charge(amount, f"{current_step().idempotency_key}-{uuid.uuid4()}")
+        bank.charges.append((current_step().idempotency_key, amount))
+        return "charged"
 
     report = crashtest(shop(ledger, way, charge, effect=Effect.IDEMPOTENT), 5, witness=bank.witness)
-    assert tools(report.doubled) == {"charge"}
+    assert [trouble.text for trouble in report.doubled] == [
+        "the outside saw [\"<the key of 'charge' at 2>\", 5] twice instead of once; step 2 'charge' is IDEMPOTENT and was called twice"
+    ]
     assert any("does the receiver deduplicate on it?" in advice for advice in report.advice)
 
 
@@ -419,6 +422,48 @@ def test_branches_are_stopped_wherever_one_of_them_stands(
     assert {trouble.step_number for trouble in report.doubled} == {1, 2, 3}
 
 
+def test_of_calls_side_by_side_the_one_that_changes_something_is_blamed(ledger: AgentRunLedger, bank: Bank) -> None:
+    @ledger.tool(effect=Effect.READ)
+    async def look(page: int) -> int:
+        return page
+
+    @ledger.tool()
+    async def charge(amount: int) -> str:
+        return bank.charge(amount)
+
+    @ledger.agent()
+    async def agent() -> list[Any]:
+        return await asyncio.gather(look(1), charge(5), look(2))
+
+    report = crashtest(agent, witness=bank.witness)
+    assert tools(report.doubled) == {"charge"}
+    assert not any("'look'" in advice for advice in report.advice)
+
+
+def test_each_trial_is_a_run_with_an_id_of_its_own(ledger: AgentRunLedger, way: Way) -> None:
+    """Whoever deduplicates by the id of the run would see nothing after the first trial."""
+    ids: set[str] = set()
+
+    def look(number: int) -> str:
+        ids.add(current_step().run_id)
+        return current_step().run_id  # what differs by that is nothing that a crash has changed
+
+    tool = way.tool(ledger, look, effect=Effect.READ)
+
+    def agent(number: int) -> Any:
+        return (yield tool(number))
+
+    report = crashtest(way.agent(ledger, agent), 1)
+    assert report.ok, report
+    assert len(ids) == report.boundaries + 1
+    ids.clear()
+    report = crashtest(
+        RunLedger("p", MemoryStore(), steps=[Step("look", way.function(look), effect=Effect.READ)]), number=1
+    )
+    assert report.ok, report
+    assert len(ids) == report.boundaries + 1
+
+
 def test_agents_within_agents_are_stopped_too(ledger: AgentRunLedger, way: Way, bank: Bank) -> None:
     tool = way.tool(ledger, _named(bank.charge, "charge"))
 
@@ -561,31 +606,39 @@ def test_an_async_agent_that_cancels_its_own_calls_passes(ledger: AgentRunLedger
 
 
 def test_a_dead_event_loop_leaves_nothing_behind(ledger: AgentRunLedger, caplog: pytest.LogCaptureFixture) -> None:
-    ended: list[str] = []
-
     @ledger.tool(effect=Effect.READ)
     async def look(page: int) -> int:
-        try:
-            await asyncio.sleep(0.001 * page)
-        finally:
-            ended.append("look")
+        await asyncio.sleep(0.0001 * page)
         return page
 
     @ledger.agent()
-    async def agent(run: Run) -> list[int]:
+    async def child(page: int) -> list[int]:
+        return await asyncio.gather(look(page), look(page + 1))
+
+    @ledger.agent()
+    async def agent(run: Run) -> list[Any]:
+        children = await run.map(child, [1, 2])
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(_within(run, str(page), look, page)) for page in (1, 2, 3)]
-        return [task.result() for task in tasks]
+        return [children, *(task.result() for task in tasks)]
+
+    async def many(fresh: AgentRunLedger) -> list[Any]:
+        return await asyncio.gather(*(fresh.arun(child, page, run_id=f"child {page}") for page in (1, 2, 3)))
 
     before = threading.active_count()
-    assert crashtest(agent).ok
+    for flow in (agent, many):
+        report = crashtest(flow)
+        assert report.ok, report
+    gc.collect()
     assert [record.getMessage() for record in caplog.records if record.name == "asyncio"] == []
     assert threading.active_count() == before
 
 
 async def _within(run: Run, name: str, tool: Callable[[int], Any], page: int) -> int:
     with run.branch(name):
-        return await tool(page) + await tool(page + 10)
+        first = await tool(page)
+        assert run.now() > 0
+        return first + await tool(page + 10)
 
 
 def test_waits_come_at_once_and_an_answer_is_sent_where_somebody_waits(ledger: AgentRunLedger, way: Way) -> None:
@@ -913,6 +966,21 @@ def test_sigkill_loses_what_a_process_had_in_memory(ledger: AgentRunLedger, regi
     charged.clear()
     assert tools(crashtest(agent, 5, witness=register.witness, kill=True).doubled) == {"charge"}
     assert charged == set()  # nothing of it took place in this process
+
+
+def test_sigkill_lets_nobody_clean_up(ledger: AgentRunLedger, way: Way, register: Register) -> None:
+    """A `finally:` block runs for whoever is stopped by an exception; for whoever is killed it does not."""
+    look = way.tool(ledger, _ask, effect=Effect.READ)
+
+    def agent() -> Any:
+        try:
+            yield look("?")
+        finally:
+            register.charge(1)
+
+    flow = way.agent(ledger, agent)
+    assert not crashtest(flow, witness=register.witness).ok
+    assert crashtest(flow, witness=register.witness, kill=True).ok
 
 
 def test_sigkill_stops_pipelines_and_functions_too(register: Register) -> None:

@@ -182,6 +182,25 @@ def test_code_that_ends_where_the_old_code_went_on_is_seen_to_end(deployment: De
     assert (run.verdict, run.text) == ("goes on", "the program comes to its end without another call")
 
 
+def test_a_value_that_is_not_recorded_yet_is_a_frontier_too(deployment: Deployment) -> None:
+    with AgentRunLedger(deployment.path, durability="process") as ledger:
+        agent = deployment.register(ledger, then_breaks, lambda value: value)
+        with pytest.raises(ValueError, match="broken"):
+            deployment.way.start(ledger, agent, run_id="run")
+
+    def timed(look: Callable[[int], Any]) -> Callable[..., Any]:
+        def agent() -> Any:
+            yield look(1)
+            yield look(2)
+            current_run().now()
+            yield look(3)
+
+        return agent
+
+    run = deployment.foreseen(timed)
+    assert (run.verdict, run.position, run.text) == ("goes on", "3", "run.now() would be recorded")
+
+
 def test_a_divergence_that_the_code_swallows_is_found(deployment: Deployment) -> None:
     deployment.leave(pages, 1, stop_at=3)
 
@@ -246,6 +265,43 @@ def test_every_branch_is_replayed_to_its_own_frontier(deployment: Deployment) ->
         assert run.verdict == verdict, run
     assert run.position == "1.2.3"
     assert deployment.called == []
+
+
+def test_a_task_that_stands_at_its_frontier_takes_no_other_one_with_it() -> None:
+    """A plain `asyncio.gather` would let go of its other tasks as soon as one of them raises."""
+
+    def made(ledger: AgentRunLedger, second: list[int]) -> Callable[..., Any]:
+        @ledger.tool(effect=Effect.READ)
+        async def look(page: int) -> int:
+            if page == 10:
+                await asyncio.Event().wait()
+            if page == 24:
+                raise Stopped
+            return page
+
+        async def line(name: str, values: list[int]) -> None:
+            with current_run().branch(name):
+                for value in values:
+                    await look(value)
+
+        @ledger.agent()
+        async def agent() -> None:
+            await asyncio.gather(line("a", [10]), line("b", second))
+
+        return agent
+
+    store = MemoryStore()
+    old = AgentRunLedger(store, durability="process")
+    with pytest.raises(Stopped):
+        old.run(made(old, [20, 21, 22, 23, 24]), run_id="run")
+    assert {step.position for step in old.steps("run") if step.completed_at is not None} == {
+        f"@b.{n}" for n in (1, 2, 3, 4)
+    }
+    for second, verdict in (([20, 21, 22, 23, 24], "goes on"), ([20, 21, 22, 99], "diverges")):
+        new = AgentRunLedger(store, durability="process")
+        made(new, second)
+        (run,) = preflight(new).runs
+        assert run.verdict == verdict, run
 
 
 # --- what cannot be replayed ------------------------------------------------------------------------------------------
@@ -428,6 +484,10 @@ def test_a_run_that_waits_for_a_signal_stands(deployment: Deployment) -> None:
         assert ledger.get_run("run").status == "BLOCKED"
     run = deployment.foreseen(waits)
     assert (run.verdict, run.position, run.text) == ("stands", "2", "it waits for the signal 'paid'")
+    with AgentRunLedger(deployment.path, durability="process") as ledger:
+        ledger.signal("run", "paid", 5)
+    run = deployment.foreseen(waits)
+    assert (run.verdict, run.text) == ("goes on", "what was sent to it would be taken")
 
 
 def test_a_step_that_is_to_be_tried_again_goes_on(deployment: Deployment) -> None:

@@ -15,6 +15,7 @@ from typing import Any, Literal, NoReturn, Protocol
 
 from agent_run_ledger.agents import Agent, program_of
 from agent_run_ledger.contract import Append, Row, Store, Summary
+from agent_run_ledger.drivers.context import callers
 from agent_run_ledger.drivers.leases import HeldRun
 from agent_run_ledger.engine import admission
 from agent_run_ledger.engine.effects import (
@@ -168,9 +169,9 @@ def _opened(ledger: AgentRunLedger | RunLedger, db_path: str | os.PathLike[str] 
     """The store to read, and whether it is the ledger's own, to be left open."""
     store: Any = ledger._store
     if db_path is None:
-        if isinstance(store, MemoryStore):
+        db_path = getattr(store, "path", None)
+        if db_path is None:  # one in memory, or of the user's own kind
             return store, True
-        db_path = store.path
     if os.fsdecode(db_path) == ":memory:":
         raise StoreUnavailable("a ledger in memory has no run that could be read; give the path of a database (--db)")
     return open_store(db_path, durability="full", clock=SystemClock(), read_only=True), False
@@ -414,10 +415,16 @@ class _Replayed:
             self._performed += 1
             if isinstance(effect, Warn | AwaitLate):
                 return None
-            if not isinstance(effect, _HARMLESS):
-                self._stop_at(effect)
-            with self._noting():
-                return perform(effect)
+            try:
+                if not isinstance(effect, _HARMLESS):
+                    self._stop_at(effect)
+                with self._noting():
+                    return perform(effect)
+            except Frontier:
+                if callers.task is None or callers.task() is None:
+                    raise
+                # A plain call in an event loop, as that of `run.now()`, cannot stand still: its task ends, the others go on.
+                raise sys.modules["asyncio"].CancelledError from None
 
         return performing
 
@@ -533,6 +540,8 @@ def _foretold(rows: Sequence[Row]) -> tuple[Verdict, str | None, str]:
                 return "fails", position, f"the code raises {_reason(payload)}"
             case "parked":
                 return "stands", position, _reason(payload)
+            case "signal":
+                return "goes on", position, "what was sent to it would be taken"
             case "asked":
                 return "goes on", position, "the receiver would be asked for its receipt"
     return "goes on", rows[0].position, f"the entry {rows[0].kind!r} would be written"

@@ -56,7 +56,7 @@ class Process:
         self.witness = Witness(folder / "witness")
         store = Bounded(open_store(folder / "runs.db", durability="process", clock=SystemClock()), self.boundary)
         # A lease that outlasts any test: whoever waited for it to run out would be seen to hang.
-        self.ledger = AgentRunLedger(store, durability="process", lease_seconds=3600.0)  # type: ignore[arg-type]
+        self.ledger = AgentRunLedger(store, durability="process", lease_seconds=3600.0)
         self.stands: Callable[[int, str, str], bool] = lambda number, tool, moment: False
         """Whether a run stands still here."""
         self.stood_still = threading.Semaphore(0)
@@ -154,7 +154,9 @@ class Process:
             await asyncio.gather(*(self.ledger.arun(self.async_agent, each, run_id=run_id(each)) for each in ids))
 
         self.stands = stands
-        begun = [(self.ledger.run, (self.agent, each), {"run_id": run_id(each)}) for each in range(0, count, 2)]
+        begun: list[Any] = [
+            (self.ledger.run, (self.agent, each), {"run_id": run_id(each)}) for each in range(0, count, 2)
+        ]
         for target, args, kwargs in [*begun, (asyncio.run, (begin(),), {})]:
             threading.Thread(target=target, args=args, kwargs=kwargs, daemon=True).start()
         for _ in range(count):

@@ -78,7 +78,7 @@ class Later(SystemClock):
     """The machine's clocks, the wall clock being set forward."""
 
     def __init__(self, seconds: float) -> None:
-        self.now = lambda: time.time() + seconds  # type: ignore[method-assign]
+        self.now = lambda: time.time() + seconds
 
 
 class Life:
@@ -108,7 +108,7 @@ class Life:
         store = Bounded(open_store(folder / "runs.db", durability=durability, clock=SystemClock()), self._boundary)
         # A lease that outlasts any test: whoever waited for it to run out would be seen to hang.
         self.ledger = AgentRunLedger(
-            store,  # type: ignore[arg-type]
+            store,
             durability=durability,
             lease_seconds=3600.0,
             undeclared=self.case.undeclared,

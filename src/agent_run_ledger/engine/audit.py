@@ -154,6 +154,8 @@ class Audit:
             if key in self.seen and not is_learnt:
                 self.found(row.seq, "twice", f"a second {row.kind} of position {row.position}, attempt {row.attempt}")
             self.seen.add(key)
+        elif row.kind in ("asked", "parked", "resolved"):  # what had failed is in doubt again, and its end may be found out
+            self.seen.discard((row.position, row.attempt, "outcome"))
 
     def payload(self, row: Row, body: dict[str, Any]) -> None:
         if "payload" not in body:

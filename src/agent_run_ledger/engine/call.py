@@ -163,6 +163,11 @@ class LeftBehind(NamedTuple):
     has_returned: bool
     value: Any
 
+    @property
+    def decides(self) -> bool:
+        """Whether nothing has to be sent or asked: it has an output, or has to be waited for."""
+        return self.is_running or self.has_returned
+
 
 _NOTHING = Options()
 _NOWHERE: Any = None

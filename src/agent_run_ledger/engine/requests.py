@@ -41,7 +41,12 @@ def act(run: LiveRun, kind: str, said: dict[str, Any], who: str) -> Flow[bool]:
 
     Raises `IllegalTransition` where the run, or the step, is not in a state for it.
     """
-    if done := (yield Commit(run, partial(_act, kind, said, who))):
+    try:
+        done = yield Commit(run, partial(_act, kind, said, who))
+    except (IllegalTransition, InvalidArguments):
+        yield GiveBack(run)
+        raise
+    if done:
         yield GiveBack(run)
     return bool(done)
 
@@ -75,11 +80,13 @@ def _release(run: LiveRun, said: dict[str, Any], who: str, at: float) -> list[Dr
 
 def _resolve(run: LiveRun, said: dict[str, Any], who: str, at: float) -> list[Draft]:
     """A step in doubt, or one that failed and that nobody has acted upon: it took effect, with this output, or it did not."""
+    state = run.history.state
+    if state.is_terminal:
+        raise IllegalTransition(state, "RESOLVE", run.run_id)
     step = next((step for step in run.history.positions.values() if step.number == said["step"]), None)
     if step is None:
         raise InvalidArguments(f"run {run.run_id!r} has no step {said['step']}; nothing was written")
-    state = run.history.state
-    if state.is_terminal or state is RunState.QUARANTINE or step.waits is not None or step.stands:
+    if state is RunState.QUARANTINE or step.waits is not None or step.stands:
         raise IllegalTransition(state, f"RESOLVE of step {step.number}, which {_stands_as(step)}", run.run_id)
     fields = {"step": step.number, "step_state": StepState.BLOCKED, "executed": said["executed"]}
     told = canonical.encode({"reason": said["reason"], "by": said["by"]})

@@ -52,7 +52,7 @@ def step(run: LiveRun, call: Call) -> Flow[Any]:
                 yield from reconcile.ask(run, call, this, error)
             elif this.ask_at is not None:
                 yield from reconcile.ask_again(run, call, this, this.ask_at)
-            elif call.left is not None:
+            elif call.left is not None and call.left.decides:
                 yield from attempts.settle_left(run, call, this, call.left)
             else:
                 error = yield from attempts.attempt(run, call, this)
@@ -216,7 +216,7 @@ def _continue(
         call.left = known
     if call.left is None and (runs_on := run.runs_on(step)) is not None:
         return Plan(answer=AwaitLate(run, runs_on, call.options.timeout))
-    is_known = call.left is not None and (call.left.is_running or call.left.has_returned)
+    is_known = call.left is not None and call.left.decides
     if action.kind == "dead_letter" and not is_known:
         return exhausted(run, call, step, action.reason, drafts)
     is_dispatched = action.kind in ("dispatch", "dispatch_undeclared") and not is_known

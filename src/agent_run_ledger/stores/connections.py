@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from agent_run_ledger.errors import Reentered, StoreError, StoreReadOnly, StoreUnavailable
-from agent_run_ledger.stores.faults import leaves_doubt, named
+from agent_run_ledger.stores.faults import is_failed_sync, leaves_doubt, named
 from agent_run_ledger.stores.filelock import WriteLock
 from agent_run_ledger.stores.schema import Database
 
@@ -21,6 +21,7 @@ PAGE_BYTES = 4096
 _UNKNOWN = 0
 _PAGES_PER_COMMIT = 3  # the leaf of the table, the leaf of its index, and now and then a page above them
 _LOG_PAGES = 2000  # a longer log makes every commit slower: 2 x at 40,000 pages
+_CHUNK_BYTES = 1 << 20
 _FORK_WAIT_SECONDS = 5.0
 _never_closed: list[sqlite3.Connection] = []
 
@@ -47,6 +48,8 @@ class Connections:
         self.writer: sqlite3.Connection | None = None
         self.log_pages = 0
         self.is_closed = False
+        self._is_log_whole = True
+        """False after a sync that failed: what it should have written may be nowhere but in memory, and no later sync writes it."""
         self._level = _UNKNOWN
         self._file: tuple[int, int] | None = None
         """Which file the path named when it was first opened: device and inode."""
@@ -182,15 +185,36 @@ class Connections:
     def _set_level(self, db: sqlite3.Connection, level: int) -> None:
         self._level = _UNKNOWN
         db.execute(f"PRAGMA synchronous={level}")
+        if not self._is_log_whole:
+            self._mend_log()
         self._level = level
+
+    def _mend_log(self) -> None:
+        """Write the bytes of the log once more, and sync them, under the lock file: whatever stands behind a gap would be lost.
+
+        SQLite takes no locks on the log, so none is lost when it is closed here.
+        """
+        with suppress(FileNotFoundError):
+            log = os.open(self.path + "-wal", os.O_RDWR | getattr(os, "O_CLOEXEC", 0))
+            try:
+                at = 0
+                while chunk := os.pread(log, _CHUNK_BYTES, at):
+                    at += os.pwrite(log, chunk, at)
+                os.fsync(log)
+            finally:
+                os.close(log)
+        self._is_log_whole = True
 
     def mind_the_log(self, db: sqlite3.Connection, payload: bytes | None = None) -> None:
         """Count what was committed, under the lock file, and empty the log when it is long."""
         self.log_pages += _PAGES_PER_COMMIT if payload is None else _PAGES_PER_COMMIT + len(payload) // PAGE_BYTES
         if self.log_pages > _LOG_PAGES:
             self.log_pages = 0
-            with suppress(sqlite3.Error):  # what was committed stands in the log; the next time it is tried again
+            try:
                 _empty_log(db)
+            except sqlite3.Error as error:  # what was committed stands in the log; the next time it is tried again
+                if is_failed_sync(error):
+                    self.failed(error)
 
     def is_emptied(self) -> bool:
         """After a failed sync what reads back may be nowhere but in memory: only a synced copy in the file counts."""
@@ -225,6 +249,10 @@ class Connections:
 
     def failed(self, error: sqlite3.Error | OSError) -> StoreError:
         """What `error` means, under the mutex: after a failure in which nothing is known the writer is not used again."""
+        if is_failed_sync(error):
+            self._is_log_whole = False
+            with suppress(OSError, StoreError):  # then it is tried again before anything more is written
+                self.lock.during(self._mend_log)
         if leaves_doubt(error):
             self.drop()
         return named(error, self.path)
@@ -287,6 +315,15 @@ class Connections:
         if reader is not None:
             reader.close()  # it cannot write, so it empties no log
         if self.writer is not None:
+            if (
+                self.log_pages
+            ):  # SQLite empties the log as well when it is closed, and tells nobody of a sync that failed then
+                try:
+                    self.is_emptied()
+                except (sqlite3.Error, OSError) as error:
+                    self.failed(error)
+                except StoreError:
+                    pass
             self.drop()
 
     def before_fork(self) -> None:

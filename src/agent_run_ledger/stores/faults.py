@@ -18,6 +18,7 @@ from agent_run_ledger.errors import (
 _BUSY, _LOCKED, _READONLY, _INTERRUPT, _IOERR = 5, 6, 8, 9, 10
 _CORRUPT, _FULL, _CANTOPEN, _CONSTRAINT, _NOTADB, _PERM, _AUTH = 11, 13, 14, 19, 26, 3, 23
 _READONLY_DBMOVED = 8 | (4 << 8)
+_IOERR_FSYNC = 10 | (4 << 8)
 
 _LEAST_ROOM_BYTES = 64 * 1024
 _SAYS_NOTHING_WAS_WRITTEN = frozenset({1, _PERM, _BUSY, _LOCKED, _READONLY, _CONSTRAINT, _AUTH, 18, 20, 25})
@@ -36,6 +37,11 @@ def is_refused(error: sqlite3.Error | OSError) -> bool:
 def leaves_doubt(error: sqlite3.Error | OSError) -> bool:
     """Whether a transaction that failed so may have been written all the same: it has to be looked up."""
     return code(error) not in _SAYS_NOTHING_WAS_WRITTEN
+
+
+def is_failed_sync(error: sqlite3.Error | OSError) -> bool:
+    """Whether the system could not bring to the disk what was written to a file: after that it may not try again."""
+    return getattr(error, "sqlite_errorcode", 0) == _IOERR_FSYNC
 
 
 def named(error: sqlite3.Error | OSError, path: str) -> StoreError:

@@ -26,6 +26,8 @@ from agent_run_ledger.testing.witness import THE_NUMBER
 
 N = TypeVar("N")
 
+THE_RUN = "<the run>"
+
 
 @dataclass(frozen=True)
 class Trial:
@@ -51,13 +53,19 @@ class Told:
         self.trial = trial
         stood = list({run.run_id: run for run in trial.of(Stood)}.values())  # the last word on each
         calls = trial.of(Called)
-        self._names = {trial.run_id: "<the run>"}
-        children = {child_of(call.key): f"<the run of {call.tool!r} at {call.position}>" for call in calls}
-        for number, run in enumerate(stood, 1):
-            if run.run_id.startswith("run_"):
-                self._names.setdefault(run.run_id, children.get(run.run_id, f"<run {number}>"))
-        self._names |= {call.key: f"<the key of {call.tool!r} at {call.position}>" for call in calls}
-        self.children = children.keys() & {run.run_id for run in stood}
+        children = {child_of(call.key) for call in calls}
+        self._names = {trial.run_id: THE_RUN}
+        """What each id and key of this trial stands for."""
+        for run in stood:
+            if run.run_id.startswith("run_") and run.run_id not in children:  # nobody gave it an id
+                self._names[run.run_id] = f"<run {len(self._names)}>"
+        for call in calls:  # a child's come after the one that began it
+            parent = self._names.get(call.run_id, call.run_id)
+            is_clear = parent == THE_RUN or parent.startswith("<run ")  # one like it does the same work
+            where = f"{call.tool!r} at {call.position}" + ("" if is_clear else f" of {parent}")
+            self._names.setdefault(child_of(call.key), f"<the run of {where}>")
+            self._names.setdefault(call.key, f"<the key of {where}>")
+        self.children = children & {run.run_id for run in stood}
         self.runs = {self.plain(run.run_id): run for run in stood}
         self.calls: dict[tuple[str, str], list[Called]] = defaultdict(list)
         for call in calls:
@@ -210,16 +218,11 @@ class Judge:
                 "current_step().idempotency_key to the receiver, or effect=Effect.MUTATE with receipt=, or effect=Effect.READ if it "
                 "changes nothing"
             )
-        elif call.effect == "IDEMPOTENT" and not self._takes_key(told, call):
+        elif call.effect == "IDEMPOTENT" and not _takes_key(told, call):
             self.found.advise(
                 f"{tool} is IDEMPOTENT and never took its key: send current_step().idempotency_key to the receiver, or take a "
                 "parameter idempotency_key. It is right as it is only if the same call twice does the same as once"
             )
-
-    @staticmethod
-    def _takes_key(told: Told, call: Called) -> bool:
-        is_agent = child_of(call.key) in told.children
-        return is_agent or any(note.tool == call.tool for note in told.trial.of(TookKey))
 
     # --- the witness --------------------------------------------------------------------------------------------------
 
@@ -272,7 +275,7 @@ class Judge:
                     f"{call.tool!r} is READ, or a model, and the outside sees what it does: declare effect=Effect.IDEMPOTENT and send "
                     "current_step().idempotency_key, or effect=Effect.MUTATE with receipt="
                 )
-            elif call.effect == "IDEMPOTENT" and self._takes_key(told, call):
+            elif call.effect == "IDEMPOTENT" and _takes_key(told, call):
                 self.found.advise(
                     f"{call.tool!r} is IDEMPOTENT and took the same key each time, and the outside did it twice: is the key sent, and "
                     "does the receiver deduplicate on it? If not, declare effect=Effect.MUTATE with receipt="
@@ -320,9 +323,9 @@ class Judge:
             ):
                 self._tell_other_outcome(boundary, place, mine, other)
         for name, run in told.runs.items():
-            if run.state != expected.runs[name].state and self.control.runs[name].state == expected.runs[name].state:
-                said = f"{name} is {run.state} instead of {expected.runs[name].state}"
-                self.found.differing.append(Trouble(boundary, said))
+            usual = expected.runs[name].state
+            if run.state != usual and name in self.control.runs and self.control.runs[name].state == usual:
+                self.found.differing.append(Trouble(boundary, f"{name} is {run.state} instead of {usual}"))
         return False
 
     def _tell_divergence(self, boundary: str, each: Diverged) -> None:
@@ -351,7 +354,7 @@ class Judge:
         self, boundary: str, place: tuple[str, str], mine: tuple[str, str] | None, other: tuple[str, str] | None
     ) -> None:
         run, position = place
-        where = f"position {position}" if run == "<the run>" else f"position {position} of {run}"
+        where = f"position {position}" if run == THE_RUN else f"position {position} of {run}"
         said = f"at {where} stands {_stands(mine)} instead of {_stands(other)}"
         self.found.differing.append(Trouble(boundary, said, None, (mine or other or ("", ""))[0]))
 
@@ -373,6 +376,10 @@ class Judge:
         if self._control is None:
             self._control = Told(self._again())
         return self._control
+
+
+def _takes_key(told: Told, call: Called) -> bool:
+    return any(note.tool == call.tool for note in told.trial.of(TookKey))
 
 
 def _times(number: int) -> str:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from agent_run_ledger.contract import Row, Store
-from agent_run_ledger.drivers.context import StepContext, step_variable
+from agent_run_ledger.drivers.context import StepContext, callers, step_variable
 from agent_run_ledger.engine.effects import Inquire, Invoke, Rest, Turn, Wait, Warn
 from agent_run_ledger.engine.history import History, StepHistory
 from agent_run_ledger.errors import ReplayDivergence, StepInDoubt, UndeclaredEffectWarning
@@ -31,6 +31,7 @@ from agent_run_ledger.testing.notes import (
 )
 
 AnyLedger = TypeVar("AnyLedger", bound=Ledger)
+T = TypeVar("T")
 Perform = Callable[[Any], Any]
 PerformAsync = Callable[[Any], Awaitable[Any]]
 Answer = Callable[[Any, str], object]
@@ -97,14 +98,19 @@ class Life:
 
     def own(self, ledger: AnyLedger) -> AnyLedger:
         """Make a ledger that stands on `self.store` a part of this process: it stops where the process stops."""
-        sync, asynchronous = ledger._driver, ledger._asynchronous
-        sync.perform = self._performing(ledger, sync.perform)  # type: ignore[assignment, method-assign]
-        asynchronous.perform = self._performing_async(ledger, asynchronous.perform)  # type: ignore[assignment, method-assign]
+        sync, asynchronous = vars(ledger._driver), vars(ledger._asynchronous)
+        sync["perform"] = self._performing(ledger, ledger._driver.perform)
+        asynchronous["perform"] = self._performing_async(ledger, ledger._asynchronous.perform)
+        # What a thread does for an event loop may find that the process is dead, too.
+        in_thread, threaded = ledger._asynchronous.in_thread, ledger._asynchronous.threaded
+        asynchronous["in_thread"] = lambda work: self._unless_dead(in_thread(work))
+        asynchronous["threaded"] = lambda work, name: lambda: self._unless_dead(threaded(work, name)())
         self._ledgers.append(ledger)
         return ledger
 
     def end(self) -> None:
         """What the kernel does for a process that is gone: its ledgers are let go, and its owners are known to be dead."""
+        self._die_at = None  # what is written now is the end of a process that lives
         with self._calls_end:
             if not self._calls_end.wait_for(lambda: not self._under_way, PATIENCE_SECONDS):
                 self.note(LeftRunning(self._under_way))
@@ -142,7 +148,7 @@ class Life:
         with self._mutex:
             said = [text for run_id, row in rows if (text := self._described(run_id, row))]
         if said:
-            self.boundary("after " + ", ".join(dict.fromkeys(said)))
+            self.boundary("after " + "; ".join(dict.fromkeys(said)))
 
     def _where(self, run_id: str) -> str:
         if run_id == self._main:
@@ -178,32 +184,37 @@ class Life:
 
     def _performing(self, ledger: Ledger, perform: Perform) -> Perform:
         def performing(effect: Any) -> Any:
-            self.check()
-            if _is_said_by_the_report(effect):
-                return None
-            with self._noting():
-                answer = perform(self._watched(ledger, effect))
-            self._performed(effect)
+            try:
+                self.check()
+                if _is_said_by_the_report(effect):
+                    return None
+                with self._noting():
+                    answer = perform(self._watched(ledger, effect))
+                self._performed(effect)
+            except Crash:
+                if (
+                    callers.task is not None and callers.task() is not None
+                ):  # as `run.now()` is called in an async program
+                    raise self._left_in_its_loop() from None
+                raise
             return answer
 
         return performing
 
     def _performing_async(self, ledger: Ledger, perform: PerformAsync) -> PerformAsync:
         async def performing(effect: Any) -> Any:
-            if self.is_dead:
-                await self._stand_still()
+            self.check()
             if _is_said_by_the_report(effect):
                 return None
-            try:
-                with self._noting():
-                    answer = await perform(self._watched(ledger, effect))
-                self._performed(effect)
-            except Crash:
-                await self._stand_still()
+            with self._noting():
+                answer = await perform(self._watched(ledger, effect))
+            self._performed(effect)
             return answer
 
         def perform_or_take_turn(effect: Any) -> Awaitable[Any]:
-            return perform(effect) if isinstance(effect, Turn) and not self.is_dead else performing(effect)
+            if isinstance(effect, Turn) and not self.is_dead:
+                return perform(effect)
+            return self._unless_dead(performing(effect))
 
         return perform_or_take_turn
 
@@ -290,14 +301,20 @@ class Life:
             row.kind == "intent" and row.position == step.position and row.attempt == step.attempts for row in rows
         )
 
-    async def _stand_still(self) -> None:
-        """The process died: leave its event loop at once. What stands still in it is cancelled when the loop is closed."""
+    async def _unless_dead(self, work: Awaitable[T]) -> T:
+        """What is awaited, in a process that lives."""
+        try:
+            return await work
+        except Crash:
+            raise self._left_in_its_loop() from None
+
+    def _left_in_its_loop(self) -> BaseException:
+        """The process died in an event loop, which is left at once. Returns what ends a task there without a word."""
         asyncio = sys.modules["asyncio"]
-        if self._has_left_its_loop:
-            raise asyncio.CancelledError
-        loop = asyncio.get_running_loop()
-        loop.call_soon(self._leave_its_loop)
-        await loop.create_future()
+        if not self._has_left_its_loop:
+            asyncio.get_running_loop().call_soon(self._leave_its_loop)
+        error: BaseException = asyncio.CancelledError()
+        return error
 
     def _leave_its_loop(self) -> None:
         if not self._has_left_its_loop:
@@ -388,7 +405,8 @@ def _outcome(step: StepHistory) -> str:
     payload = (step.outcome.payload if step.outcome is not None else None) or b""
     if step.outcome is not None and step.outcome.ok != "completed":
         described = json.loads(payload or b"{}")
-        return f"{described.get('type')}: {described.get('message')}"
+        if isinstance(described, dict) and "type" in described:
+            return f"{described['type']}: {described.get('message')}"
     return payload.decode()
 
 

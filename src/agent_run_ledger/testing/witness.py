@@ -37,4 +37,9 @@ def _is_number(value: object) -> bool:
 
 def since(before: Counter[str] | None, after: Counter[str] | None) -> Counter[str] | None:
     """What came in between. What was taken away counts as nothing."""
-    return None if before is None or after is None else after - before
+    if before is None or after is None:
+        return None
+    # A sum of floats is seldom the same to the last digit.
+    return Counter(
+        {what: round(count, 9) if isinstance(count, float) else count for what, count in (after - before).items()}
+    )
