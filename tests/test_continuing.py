@@ -140,6 +140,13 @@ def test_what_only_reads_continues_nothing(bench: Bench) -> None:
     assert receiver.places == [("1", 1), ("2", 1)]
 
 
+def test_a_call_that_only_reads_now_continues_nothing_whatever_was_declared_before(bench: Bench) -> None:
+    receiver, ledger = Receiver(SLOW, "read"), program(bench)
+    fail(ledger, receiver, effect=Effect.IDEMPOTENT)
+    assert pay(ledger, receiver, effect=Effect.READ) == "read"
+    assert len(receiver.keys) == 2
+
+
 def test_other_tools_and_other_arguments_continue_nothing(bench: Bench) -> None:
     receiver, ledger = Receiver(SLOW, "paid"), program(bench)
     fail(ledger, receiver)
@@ -421,6 +428,18 @@ def test_past_the_window_of_its_key_a_second_try_is_not_sent(bench: Bench) -> No
         pay(ledger, never, **options)
     found = lambda key, arguments: Receipt.found("found")  # noqa: E731
     assert pay(ledger, never, receipt=found, **options) == "found"
+
+
+def test_the_window_of_a_key_counts_from_its_first_dispatch_through_all_that_continue_it(bench: Bench) -> None:
+    receiver, ledger = Receiver(SLOW, SLOW, never), program(bench)
+    options: dict[str, Any] = {"effect": Effect.IDEMPOTENT, "key_window": 20.0}
+    fail(ledger, receiver, **options)
+    bench.clock.advance(15.0)
+    fail(ledger, receiver, **options)
+    bench.clock.advance(15.0)
+    with pytest.raises(StepInDoubt, match="forgotten its idempotency key"):
+        pay(ledger, receiver, **options)
+    assert len(receiver.seen) == 2
 
 
 def test_undeclared_calls_that_block_are_in_doubt_and_not_continued(bench: Bench) -> None:

@@ -25,6 +25,7 @@ import subprocess
 import sys
 import threading
 import types
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -493,6 +494,7 @@ _FOREIGN = frozenset(
         "IdempotentParameterMismatch",
         "NORMAL",
         "OFF",
+        "TaskGroup",
         "ThreadPoolExecutor",
         "TransactWriteItems",
         "as_completed",
@@ -748,16 +750,17 @@ def _plays(options: dict[str, Any], undeclared: str) -> tuple[str, str]:
     for _ in range(2):
         before = len(keys)
         try:
-            ledger.execute_step("run", "tool", {}, call, **options)
+            with warnings.catch_warnings(record=True) as told:
+                warnings.simplefilter("always")
+                ledger.execute_step("run", "tool", {}, call, **options)
             got = "its output"
         except (StepFailed, StepInDoubt) as error:
             got = f"`{type(error).__name__}`"
         if before == 0 and len(keys) > 1:
             got += ", after it was dispatched again with the same key"
         elif before and len(keys) > before:
-            got = f"is dispatched, with {'the same' if keys[-1] == keys[0] else 'a key of its own'}" + (
-                " key" if keys[-1] == keys[0] else ""
-            )
+            got = f"is dispatched, with {'the same key' if keys[-1] == keys[0] else 'a key of its own'}"
+            got += ", and a warning" if told else ""
         elif before and got.startswith("`"):
             got = f"is not dispatched: {got}"
         cells.append(got)

@@ -270,6 +270,93 @@ def a_mutating_step_whose_failure_tells_nothing(life: Life) -> Any:
     return status(life)
 
 
+@flow()
+def a_mutation_whose_receiver_can_be_asked(life: Life) -> Any:
+    life.ledger.create_run("goal", RUN)
+    seen = life.step("look", 1, effect=Effect.READ)
+    paid = life.step("pay once", 2, effect=Effect.MUTATE, receipt=life.receipt("pay once"))
+    life.ledger.finish_run(RUN, [seen, paid])
+    return [seen, paid], status(life)
+
+
+@flow()
+def a_receiver_that_cannot_say_at_first(life: Life) -> Any:
+    def is_cut_off(given: Any, n: int) -> Any:
+        raise ConnectionResetError("connection reset by peer")
+
+    life.ledger.create_run("goal", RUN)
+    patient = RetryPolicy(max_attempts=6, base=100, cap=1000)
+    receipt = life.receipt("pay once", unknown=2)
+    paid = life.step("pay once", 2, is_cut_off, effect=Effect.MUTATE, receipt=receipt, retry=patient)
+    after = life.step("after", paid)
+    life.ledger.finish_run(RUN, after)
+    return after, status(life)
+
+
+@flow()
+def a_request_that_is_lost_before_its_receiver_has_it(life: Life) -> Any:
+    life.ledger.create_run("goal", RUN)
+    often = RetryPolicy(max_attempts=6, base=0.0)
+    receipt = life.receipt("pay once")
+    paid = life.step("pay once", 2, lost=2, effect=Effect.MUTATE, receipt=receipt, retry=often)
+    life.ledger.finish_run(RUN, paid)
+    return paid, status(life)
+
+
+def is_late_at_first(given: Any, n: int) -> Any:
+    """It takes effect each time, and the first answer does not come."""
+    if n == 1:
+        raise TimeoutError("no answer")
+    return ["paid", given]
+
+
+def _made_again(life: Life, effect: Effect | None) -> Any:
+    """An agent that makes its call again where it was told that it had failed."""
+    life.ledger.create_run("goal", RUN)
+    paid = None
+    for _ in range(3):
+        try:
+            paid = life.step("pay once", 1, is_late_at_first, effect=effect)
+            break
+        except StepFailed:
+            life.step("think", "again", effect=Effect.READ, may_repeat=True)
+    after = life.step("after", paid)
+    life.ledger.finish_run(RUN, after)
+    return after, status(life)
+
+
+@flow()
+def an_idempotent_call_made_again_after_it_was_too_slow(life: Life) -> Any:
+    return _made_again(life, Effect.IDEMPOTENT)
+
+
+@flow()
+def an_undeclared_call_made_again_after_it_was_too_slow(life: Life) -> Any:
+    return _made_again(life, None)
+
+
+@flow()
+def an_interrupted_mutation_that_is_made_again(life: Life) -> Any:
+    class Interrupted(KeyboardInterrupt):
+        pass
+
+    def is_interrupted(given: Any, n: int) -> Any:
+        raise Interrupted
+
+    life.ledger.create_run("goal", RUN)
+    paid = None
+    for _ in range(3):
+        try:
+            receipt = life.receipt("pay once", unknown=1)
+            paid = life.step("pay once", 1, is_interrupted, effect=Effect.MUTATE, receipt=receipt)
+            break
+        except (Interrupted, StepCancelled):
+            pass
+    after = life.step("after", paid)
+    life.ledger.finish_run(RUN, after)
+    return after, status(life)
+
+
 @flow(undeclared="block")
 def undeclared_steps_that_block(life: Life) -> Any:
     life.ledger.create_run("goal", RUN)

@@ -357,6 +357,76 @@ async def a_step_in_doubt_while_other_branches_go_on(life: AsyncLife) -> Any:
         return "in doubt"
 
 
+@flow()
+async def mutations_side_by_side_whose_receivers_can_be_asked(life: AsyncLife) -> Any:
+    receipt = life.areceipt("pay once", unknown=1)
+
+    def is_cut_off(given: Any, n: int) -> Any:
+        if given == 1:
+            raise ConnectionResetError("connection reset by peer")
+        return ["pay once", given]
+
+    patient = RetryPolicy(6, base=100, cap=1000)
+    pay = life.atool("pay once", is_cut_off, turns=3, effect=Effect.MUTATE, receipt=receipt, retry=patient)
+    look = life.atool("look", turns=4, effect=Effect.READ)
+
+    async def program() -> Any:
+        return await current_run().gather(lambda: pay(1), lambda: look(2), lambda: pay(3))
+
+    return await life.arun(program)
+
+
+async def _made_again(life: AsyncLife, **options: Any) -> Any:
+    """A call that its program gives up while it is under way, and makes again; nobody outside may see two of it."""
+    pay = life.atool("pay once", turns=lambda given: 500 if len(life.world.calls) == 1 else 2, **options)
+    note = life.atool("note", effect=Effect.READ)
+
+    async def program() -> Any:
+        call = asyncio.create_task(pay(1))
+        for _ in range(60):
+            await asyncio.sleep(0)
+        call.cancel()
+        try:
+            paid = await call
+        except (asyncio.CancelledError, StepCancelled):
+            paid = await pay(1)
+        return await note(paid)
+
+    return await life.arun(program)
+
+
+@flow()
+async def an_idempotent_call_that_is_given_up_and_made_again(life: AsyncLife) -> Any:
+    return await _made_again(life, effect=Effect.IDEMPOTENT)
+
+
+@flow()
+async def a_mutation_that_is_given_up_and_made_again(life: AsyncLife) -> Any:
+    return await _made_again(life, effect=Effect.MUTATE, receipt=life.areceipt("pay once"))
+
+
+@flow()
+async def a_call_made_again_after_it_was_too_slow(life: AsyncLife) -> Any:
+    async def is_late_at_first(given: Any, n: int) -> Any:
+        await asyncio.sleep(60 if n == 1 else 1)
+        return ["paid", given]
+
+    pay = life.atool("pay once", lambda given, n: is_late_at_first(given, n), effect=Effect.IDEMPOTENT, timeout=10)
+    note = life.atool("note", effect=Effect.READ)
+
+    async def program() -> Any:
+        paid = None
+        for _ in range(3):
+            try:
+                paid = await pay(1)
+                break
+            except StepFailed as error:
+                await note(error.original_type)
+        return await note(paid)
+
+    return await life.arun(program)
+
+
 @flow(also=["in doubt"])
 async def a_call_made_while_one_is_cancelled_that_must_not_be_repeated(life: AsyncLife) -> Any:
     pay = life.atool("pay", turns=100, effect=Effect.MUTATE)

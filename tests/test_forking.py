@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from agent_run_ledger import (
     InvalidName,
     Run,
     RunInputMismatch,
-    StepCancelled,
+    RunOwned,
     StepFailed,
     StepInDoubt,
 )
@@ -63,7 +64,16 @@ def test_a_fork_has_the_steps_before_and_makes_the_others_anew(before: int, benc
     carried = ledger.steps(new)
     assert [step.step_number for step in carried] == list(range(1, before))
     for step, was in zip(carried, old, strict=False):
-        same = ("position", "tool_name", "arguments_json", "output_json", "error_message", "idempotency_key", "created_at", "state")
+        same = (
+            "position",
+            "tool_name",
+            "arguments_json",
+            "output_json",
+            "error_message",
+            "idempotency_key",
+            "created_at",
+            "state",
+        )
         assert all(getattr(step, name) == getattr(was, name) for name in same)
     assert (flow.calls, ledger.get_run(new).owner) == (calls, None)
     again = way.start(ledger, flow.agent, "go", run_id=new)
@@ -73,8 +83,8 @@ def test_a_fork_has_the_steps_before_and_makes_the_others_anew(before: int, benc
     assert [each for at, each in enumerate(again) if at not in (random, uuid)] == [
         each for at, each in enumerate(result) if at not in (random, uuid)
     ]
-    assert (again[random] == result[random]) == (before >= 3 or bench.kinds(RUN).index("value") < 0)
-    assert (again[uuid] == result[uuid]) == (before >= 6)
+    assert (again[random] == result[random]) == (before >= 2)
+    assert (again[uuid] == result[uuid]) == (before >= 5)
     new_keys = {step.idempotency_key for step in ledger.steps(new)[before - 1 :]}
     assert not new_keys & {step.idempotency_key for step in old}, "what is made anew has keys of its own"
     assert bench.rows(RUN) == rows
@@ -93,7 +103,9 @@ def test_a_fork_of_a_fork_is_like_the_first(bench: Bench, way: Way) -> None:
     calls = len(flow.calls)
     assert way.start(ledger, flow.agent, "go", run_id=third) == result
     assert len(flow.calls) == calls
-    assert [step.idempotency_key for step in ledger.steps(third)] == [step.idempotency_key for step in ledger.steps(first)]
+    assert [step.idempotency_key for step in ledger.steps(third)] == [
+        step.idempotency_key for step in ledger.steps(first)
+    ]
     assert ledger.verify().findings == []
 
 
@@ -134,7 +146,11 @@ def test_a_fork_whose_steps_were_erased_is_refused(way: Way, tmp_path: Any) -> N
         flow = Flow(way, ledger)
         way.start(ledger, flow.agent, "go")
         with raw(bench.path, without_triggers=True) as connection:
-            connection.execute("DELETE FROM payloads WHERE run_id = ? AND seq = 4", (RUN,))
+            there = "WHERE run_id = ? AND seq = 3"
+            connection.execute(
+                f"UPDATE payloads SET bytes = NULL WHERE digest = (SELECT digest FROM entries {there})", (RUN,)
+            )
+            connection.execute(f"UPDATE entries SET payload = NULL, digest = NULL {there}", (RUN,))
         assert ledger.fork(RUN, 1, new_run_id="before it") == "before it"
         with pytest.raises(InvalidArguments, match="erased"):
             ledger.fork(RUN, 7, new_run_id="with it")
@@ -172,10 +188,12 @@ def test_side_by_side_a_fork_is_handed_its_outcomes_in_the_first_order(bench: Be
     numbers = len(ledger.steps(RUN))
     for before in range(1, numbers + 2):
         new = ledger.fork(RUN, before, new_run_id=f"fork {before}")
-        assert ledger.run(agent, run_id=new) == result
+        told = ledger.run(agent, run_id=new)
+        order.clear()
         deep = ledger.fork(new, numbers + 1, new_run_id=f"deep {before}")
-        assert ledger.run(agent, run_id=deep) == result
-    assert len(set(order)) == 1
+        assert ledger.run(agent, run_id=deep) == told
+        assert order == [",".join(told)]
+    assert told == result, "all steps are carried, in the order in which they were handed out"
     assert ledger.verify().findings == []
 
 
@@ -203,8 +221,7 @@ def test_an_interruption_is_carried(bench: Bench) -> None:
     for before in (2, 3):
         new = ledger.fork(RUN, before)
         assert ledger.run(agent, run_id=new) == result
-    assert calls.seen.count("hangs") == 1 if False else calls.seen[:2] == ["hangs", "next"]
-    assert "hangs" not in calls.seen[3:] if ledger.steps(new)[0].state == "FAILED" else True
+    assert calls.seen == ["hangs", "next", "next"]
     assert ledger.verify().findings == []
 
 
@@ -236,7 +253,6 @@ def test_waits_and_what_came_are_carried_and_what_nobody_took_is_not(bench: Benc
 def test_a_wait_that_is_open_where_the_fork_begins_goes_on_there(bench: Bench, way: Way) -> None:
     ledger, other = bench.open(), bench.open()
     work = way.tool(ledger, lambda n: n, name="work", effect=Effect.READ)
-    fails = [True]
 
     def waiting(run: Run) -> Any:
         return run.wait_for("go")
@@ -249,14 +265,14 @@ def test_a_wait_that_is_open_where_the_fork_begins_goes_on_there(bench: Bench, w
         yield work(2)
         return told
 
-    del fails
     waits = way.agent(ledger, agent)
     started: list[str] = []
 
     def send() -> None:
         if "outcome" in bench.kinds(RUN) and not started:
-            started.append("go")
-            other.abort_run(RUN, "stop here")
+            with suppress(RunOwned):  # as long as something else of it is at work
+                other.abort_run(RUN, "stop here")
+                started.append("go")
 
     Meanwhile(bench, always=send, looks=20_000)
     with pytest.raises(Exception, match="stop here"):

@@ -8,7 +8,15 @@ from typing import Any
 
 import pytest
 
-from agent_run_ledger import AgentRunLedger, Effect, Receipt, StepInDoubt, current_step
+from agent_run_ledger import (
+    AgentRunLedger,
+    Effect,
+    Receipt,
+    StepFailed,
+    StepInDoubt,
+    UndeclaredEffectWarning,
+    current_step,
+)
 
 TURNS = range(14)
 
@@ -138,3 +146,23 @@ def test_the_views_say_in_doubt_of_a_failure_that_is_in_doubt_again(tmp_path: Pa
 
 def told_no() -> None:
     raise ValueError("no")
+
+
+def test_a_second_try_of_an_undeclared_call_is_said_aloud(tmp_path: Path) -> None:
+    keys = []
+
+    def times_out(amount: int) -> str:
+        keys.append(current_step().idempotency_key)
+        if len(keys) == 1:
+            raise TimeoutError
+        return "paid"
+
+    with AgentRunLedger(tmp_path / "agent.db") as ledger:
+        ledger.create_run("pay", "run")
+        with pytest.raises(StepFailed):
+            ledger.execute_step("run", "pay", {"amount": 5}, times_out)
+        with pytest.warns(UndeclaredEffectWarning, match="pay"):
+            assert ledger.execute_step("run", "pay", {"amount": 5}, times_out) == "paid"
+        assert len(set(keys)) == 1
+        assert ledger.inspect("run").redispatched == [2]
+        assert ledger.verify().findings == []

@@ -14,6 +14,7 @@ from agent_run_ledger import (
     AgentRunLedger,
     Effect,
     Finding,
+    Receipt,
     RetryPolicy,
     RunawayLoopException,
     StepFailed,
@@ -40,6 +41,12 @@ def every_kind_of_entry(bench: Bench) -> None:
         with pytest.raises(KeyboardInterrupt):
             run.step("c", {}, raising(KeyboardInterrupt()), effect=Effect.READ)
         run.step("d", {}, lambda: None)
+        with pytest.raises(StepFailed):
+            run.step("e", {"n": 5}, raising(TimeoutError("slow")), effect=Effect.IDEMPOTENT)
+        run.step("e", {"n": 5}, lambda: 5, effect=Effect.IDEMPOTENT)
+        answers = [Receipt.unknown("down"), Receipt.found(6)]
+        receipt = lambda key, arguments: answers.pop(0)  # noqa: E731
+        run.step("f", {"n": 6}, raising(TimeoutError("slow")), receipt=receipt)
     ledger.create_run("cancelled", OTHER)
     ledger.execute_step(OTHER, "t", {}, lambda: bench.open().cancel(OTHER, by="ann"))
     for run_id in ("parked", "looping", "aborted"):
@@ -358,6 +365,130 @@ def test_a_second_intent_or_outcome_of_one_attempt_is_found_and_named(tmp_path: 
         assert (RUN, seq, "twice") in {(each.run_id, each.seq, each.code) for each in found}
 
 
+def entry_of(bench: Bench, kind: str, having: bytes = b"") -> int:
+    """The number of the last entry of this kind that says this."""
+    return [row.seq for row in bench.rows(RUN) if row.kind == kind and having in row.body][-1]
+
+
+def told_of(bench: Bench, seq: int, **said: Any) -> set[str]:
+    """The codes of what is found at an entry whose body says this instead, and None of what is not to be said at all."""
+
+    def change(body: bytes) -> bytes:
+        changed = json.loads(body) | said
+        return json.dumps({name: value for name, value in changed.items() if value is not None}).encode()
+
+    rewritten(bench, change, seq)
+    return {finding.code for finding in findings(bench, RUN) if finding.seq == seq}
+
+
+@pytest.mark.parametrize(
+    ("said", "code"),
+    [
+        ({"key": "0" * 64}, "key"),
+        ({"continues": "1"}, "key"),
+        ({"continues": None}, "key"),
+        ({"continues": "99"}, "key"),
+        ({"continues": ["1"]}, "key"),
+        ({"continues": None, "attempt": 1}, "key"),
+        ({"tool": "f"}, "key"),
+        ({"steps": 6}, "count"),
+        ({"carried": True}, "lifecycle"),
+    ],
+)
+def test_an_intent_that_continues_another_has_the_key_of_that_one(
+    bench: Bench, said: dict[str, Any], code: str
+) -> None:
+    assert code in told_of(bench, entry_of(bench, "intent", b'"continues"'), **said)
+
+
+def test_a_key_of_ones_own_is_no_key_of_a_call_that_continues_another(bench: Bench) -> None:
+    """Not even the one that its position and arguments would give."""
+    from agent_run_ledger.rules import digests
+
+    seq = entry_of(bench, "intent", b'"continues"')
+    row, store = bench.rows(RUN)[seq - 1], bench.store()
+    body = json.loads(row.body)
+    own = digests.idempotency_key(store.secret(RUN), RUN, body["position"], body["tool"], row.payload or b"")
+    store.close()
+    assert own != body["key"]
+    assert "key" in told_of(bench, seq, key=own)
+
+
+@pytest.mark.parametrize("state", ["RUNNING", "CHECKPOINTED", "COMPLETED", "DEAD_LETTER"])
+def test_a_run_whose_receiver_is_asked_stands_blocked(bench: Bench, state: str) -> None:
+    assert "lifecycle" in told_of(bench, entry_of(bench, "asked"), state=state)
+
+
+@pytest.mark.parametrize("state", ["RUNNING", "CHECKPOINTED", "COMPLETED"])
+def test_an_answer_moves_nothing_by_itself(bench: Bench, state: str) -> None:
+    assert "lifecycle" in told_of(bench, entry_of(bench, "answered"), state=state)
+
+
+@pytest.mark.parametrize("kind", ["asked", "answered"])
+def test_a_question_and_an_answer_name_their_step_and_attempt(bench: Bench, kind: str) -> None:
+    seq = entry_of(bench, kind)
+    for said in ({"position": "1"}, {"attempt": 9}, {"token": 0}):
+        assert told_of(bench, seq, **said) & {"column", "fencing"}
+
+
+def test_a_second_outcome_that_nobody_was_asked_about_is_found_however_it_is_called(tmp_path: Path) -> None:
+    """What is learnt from a receiver may be said of an attempt that has failed, but only once that is in doubt again."""
+    with Bench("memory", tmp_path) as bench:
+        ledger = bench.open()
+        ledger.create_run("g", RUN)
+        with pytest.raises(StepFailed):
+            ledger.execute_step(RUN, "t", {}, raising(ValueError("no")), effect=Effect.MUTATE)
+        store = bench.store()
+        rows, head = store.read(RUN), store.head(RUN)
+        outcome = rows[-1]
+        body = json.dumps(json.loads(outcome.body) | {"seq": 4, "reconciled": True}).encode()
+        roots = merkle.append(History.read(RUN, b"", rows).frontier, 3, merkle.leaf_hash(body))[1]
+        again = outcome._replace(seq=4, body=body, roots=roots)
+        found = audit(RUN, head, store.secret(RUN), [*rows, again])
+        assert (RUN, 4, "twice") in {(each.run_id, each.seq, each.code) for each in found}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("settles", ["a receipt", "an operator"])
+def test_a_failure_that_is_found_to_have_taken_effect_is_no_finding(tmp_path: Path, kind: str, settles: str) -> None:
+    with Bench(kind, tmp_path) as bench:
+        ledger = bench.open()
+        ledger.create_run("g", RUN)
+        with pytest.raises(StepFailed):
+            ledger.execute_step(RUN, "t", {}, raising(ValueError("no")), effect=Effect.MUTATE)
+        bench.owners_die()
+        ledger = bench.open()
+        if settles == "an operator":
+            ledger.resolve(RUN, 1, output="done", by="ann")
+        else:
+            ledger.create_run("g", RUN)
+            ledger.execute_step(RUN, "t", {}, Tool("never"), receipt=lambda key, arguments: Receipt.found("done"))
+        assert [step.output_json for step in ledger.steps(RUN)] == ['"done"']
+        assert ledger.verify().findings == []
+
+
+@pytest.mark.parametrize(
+    ("said", "codes"),
+    [
+        ({"carried": None}, {"key", "lifecycle"}),
+        ({"forked_from": None}, {"lifecycle", "key"}),
+    ],
+)
+def test_what_a_fork_carried_over_is_held_to_the_fork(tmp_path: Path, said: dict[str, Any], codes: set[str]) -> None:
+    with Bench("sqlite", tmp_path) as bench:
+        ledger = bench.open()
+        ledger.create_run("g", "first")
+        for number in range(2):
+            ledger.execute_step("first", "t", {"n": number}, lambda n: n)
+        ledger.finish_run("first")
+        ledger.fork("first", 2, by="ann", new_run_id=RUN)
+        assert findings(bench) == []
+        seq = 1 if "forked_from" in said else entry_of(bench, "intent", b'"carried"')
+        told_of(bench, seq, **said)
+        found = {finding.code for finding in findings(bench, RUN)}
+        assert found & codes
+
+
 def test_an_erased_payload_is_no_finding(bench: Bench) -> None:
     with raw(bench.path) as connection:
         connection.execute(
@@ -395,4 +526,4 @@ def test_a_payload_that_cannot_be_read_is_shown_as_such_beside_the_other_steps(b
             RUN,
             failed,
         )
-        assert len(bench.open().steps(RUN)) == 5
+        assert len(bench.open().steps(RUN)) == 8

@@ -232,7 +232,8 @@ class StepInDoubt(LedgerError, RuntimeError):
     def __init__(self, run_id: str, step_number: int | None, tool_name: str, position: str, why: str) -> None:
         super().__init__(
             f"run {run_id!r}, step {step_number} ({tool_name!r}): {why}. Whether it took effect is not known, so it was not "
-            "dispatched again; the run is parked as BLOCKED. Look at the receiving system before you decide."
+            "dispatched again; the run is parked as BLOCKED. Look at the receiving system, and say what you saw with "
+            "ledger.resolve(run_id, step_number, output=...) or executed=False: then run the program again."
         )
         self.run_id = run_id
         self.step_number = step_number
@@ -272,7 +273,7 @@ class AttemptsExhausted(RunClosed):
 
     def __init__(self, run_id: str, step_number: int | None, tool_name: str, attempts: int) -> None:
         cause = f"step {step_number}, {tool_name!r}, was dispatched {attempts} times without a result"
-        done = "it was not dispatched again, and every attempt is kept in the log. Mend the cause and start a new run."
+        done = "it was not dispatched again, and every attempt is kept in the log. Mend the cause, then ledger.redrive(run_id)."
         super().__init__(run_id, "DEAD_LETTER", cause, done)
         self.step_number = step_number
         self.tool_name = tool_name

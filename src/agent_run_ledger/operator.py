@@ -299,7 +299,7 @@ class Operator:
             limits["deadline"] = budget.deadline.timestamp()
         name = f"run_{os.urandom(10).hex()}" if new_run_id is None else check_name("new_run_id", new_run_id)
         told = {"by": self._who(by), "reason": _reason(reason)}
-        drafts = forking.carried(history, self._whole(history.run_id), before, told, limits)
+        drafts = forking.carried(history, self._whole(history.run_id), before, told, limits, name)
         run = self._leases.create(name, drafts)
         if run is None:
             raise InvalidArguments(f"there is a run {name!r} already; nothing was written")

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from agent_run_ledger import AgentRunLedger, Effect, RunLedger, Step, current_step
+from agent_run_ledger import AgentRunLedger, Effect, Receipt, RunLedger, Step, current_step
 from agent_run_ledger.contract import Row, Store
 from agent_run_ledger.drivers.context import StepContext
 from agent_run_ledger.drivers.sync import SyncDriver
-from agent_run_ledger.engine.history import KEPT_BYTES, History
+from agent_run_ledger.engine.history import KEPT_BYTES, History, StepHistory
 from agent_run_ledger.errors import StoreFull
 from agent_run_ledger.model import RunState
 from agent_run_ledger.stores.memory import MemoryStore
@@ -25,6 +25,10 @@ from agent_run_ledger.testing import FakeClock
 RUN = "run"
 LEASE_SECONDS = 3600.0
 WRITES = frozenset({"create", "claim", "append", "append_all", "release", "annotate", "post"})
+
+
+TOLD = frozenset({"completed", "failed", "unstorable"})
+"""The outcomes that somebody outside was called for."""
 
 
 class Crash(BaseException):
@@ -50,6 +54,10 @@ class World:
     def __init__(self, folder: Path | None, options: dict[str, Any]) -> None:
         self.clock = FakeClock()
         self.calls: list[Seen] = []
+        self.lost = 0
+        """How many requests were lost before they reached anybody."""
+        self.questions: list[str] = []
+        """The keys that receivers were asked about, each time."""
         self.lives = 0
         self.options = options
         self.broken: list[str] = []
@@ -116,7 +124,7 @@ class Life:
         self._pipeline: RunLedger | None = None
         world.heard.append([])
         logs = [self.log(run_id) for run_id in self.runs()]
-        world.settled.append({step.key for log in logs for step in log.positions.values() if _is_settled(step)})
+        world.settled.append({key for log in logs for key, step in _by_key(log).items() if _is_settled(step, log)})
         # No heartbeat comes on its own: time is the test's.
         self.options: dict[str, Any] = {
             "clock": world.clock,
@@ -195,14 +203,49 @@ class Life:
         self.tick(f"in {name}, after its effect")
         return len(self.world.seen(key))
 
+    def receipt(self, name: str, unknown: int = 0) -> Callable[[str, dict[str, Any]], Receipt]:
+        """What the outside world says of a key, honestly; it cannot say anything to the first `unknown` questions."""
+
+        def ask(key: str, arguments: dict[str, Any]) -> Receipt:
+            if self.is_dead:
+                raise Crash
+            self.tick(f"in the question about {name}, before it is heard")
+            self.world.questions.append(key)
+            if len(self.world.questions) <= unknown:
+                answer = Receipt.unknown("the receiver is down")
+            elif self.world.seen(key):
+                answer = Receipt.found([name, arguments["given"]])
+            else:
+                answer = Receipt.absent()
+            self.tick(f"in the question about {name}, after it is heard")
+            return answer
+
+        return ask
+
+    def is_lost(self, times: int) -> bool:
+        """Whether this request gets lost on its way, as the first `times` do."""
+        self.world.lost += self.world.lost < times + 1
+        return self.world.lost <= times
+
     def hears(self, told: Any) -> None:
         """The program knows this now: whatever it does next may depend on it."""
         if not self.is_dead:
             self.world.heard[self.number].append(told)
 
-    def step(self, name: str, given: Any, does: Callable[[Any, int], Any] | None = None, **options: Any) -> Any:
-        """One step of face B. What it returns must be in the store by then, and the live run must be what the store says."""
-        function = self.tool(name, does or (lambda given, n: [name, given]))
+    def step(
+        self, name: str, given: Any, does: Callable[[Any, int], Any] | None = None, lost: int = 0, **options: Any
+    ) -> Any:
+        """One step of face B. What it returns must be in the store by then, and the live run must be what the store says.
+
+        The first `lost` requests never get there, of which their sender sees no more than that nobody answers.
+        """
+        reaches = self.tool(name, does or (lambda given, n: [name, given]))
+
+        def function(given: Any) -> Any:
+            if lost and self.is_lost(lost):
+                raise TimeoutError("nobody answers")
+            return reaches(given)
+
         try:
             try:
                 return self.ledger.execute_step(RUN, name, {"given": given}, function, **options)
@@ -279,9 +322,14 @@ class MortalDriver(SyncDriver):
 AnyLife = TypeVar("AnyLife", bound=Life)
 
 
-def _is_settled(step: Any) -> bool:
-    """Whether a step has an outcome that stands: any but a failure that nothing has followed."""
-    return bool(step.stands)
+def _by_key(log: History) -> dict[str, StepHistory]:
+    """The steps of a run by key; of those that continue each other the last."""
+    return {step.key: step for step in log.positions.values()}
+
+
+def _is_settled(step: StepHistory, log: History) -> bool:
+    """Whether a step has an outcome that stands, and no later call may continue it: any but a failure that nothing has followed."""
+    return step.stands and log.doubts.get((step.tool, step.input)) is not step
 
 
 def facts(history: Any) -> Any:
@@ -308,7 +356,7 @@ def judge(world: World, reader: Life) -> None:
     assert world.broken == []
     assert reader.ledger.verify().findings == []
     logs = {run_id: reader.log(run_id) for run_id in reader.runs()}
-    steps = {step.key: (run_id, step) for run_id, log in logs.items() for step in log.positions.values()}
+    steps = {key: (run_id, step) for run_id, log in logs.items() for key, step in _by_key(log).items()}
     for call in world.calls:
         assert call.key in steps, f"{call.tool} was called and is not in the log"
         assert call.key not in world.settled[call.life], f"{call.tool} has an outcome and was called again"
@@ -317,13 +365,19 @@ def judge(world: World, reader: Life) -> None:
         assert {call.run for call in seen} <= {run_id}
         assert len({call.given for call in seen}) <= 1, f"{step.tool} was given other arguments"
         assert len(seen) <= step.attempts, f"{step.tool} was called without an intent"
-        if seen and step.declared is Effect.MUTATE:
+        if step.declared is Effect.MUTATE:
+            assert len(seen) <= 1, f"{step.tool} took effect twice"
+        if seen and step.declared is Effect.MUTATE and logs[run_id].doubts.get((step.tool, step.input)) is not step:
             assert step.outcome is None or step.outcome.ok != "cancelled", (
                 f"{step.tool} took effect, and is written off"
             )
         assert max(Counter((call.life, call.attempt) for call in seen).values(), default=0) <= 1
-        if _is_settled(step) and step.outcome is not None and step.outcome.ok != "cancelled":
+        if step.stands and step.outcome is not None and step.outcome.ok in TOLD - ({"failed"} if world.lost else set()):
             assert seen or step.tool in world.agents, f"{step.tool} has an outcome and was never called"
+    keys = {(call.run, call.tool, call.given): call.key for call in world.calls if call.tool.startswith("pay once")}
+    for call in world.calls:
+        what = (call.run, call.tool, call.given)
+        assert call.key == keys.get(what, call.key), f"{call.tool} was sent with a second key"
     for run_id in logs:
         judge_log(run_id, reader.store.read(run_id))
     for earlier, later in itertools.combinations([heard for heard in world.heard if heard], 2):
@@ -340,17 +394,19 @@ def judge_log(run_id: str, rows: list[Row]) -> None:
     for row in rows:
         body = json.loads(row.body)
         log.absorb(row, body)
+        if row.kind in ("intent", "asked"):
+            assert body["at"] >= retry_at.pop(row.position, 0.0), f"{row.position} was tried again before its time"
         if row.kind == "intent":
-            assert body["at"] >= retry_at.pop(row.position, 0.0), f"{body['tool']} was tried again before its time"
             assert mutating.get(row.position, "outcome") == "outcome", f"{body['tool']} in doubt was dispatched again"
             in_flight.add(row.position)
-        elif row.position in in_flight and row.kind in ("outcome", "parked"):
+        elif row.position in in_flight and row.kind in ("outcome", "parked", "asked"):
             in_flight.remove(row.position)
         if "retry_at" in body:
             retry_at[row.position] = body["retry_at"]
             assert body["retry_at"] == body["at"] + body["wait"]
         if body.get("effect") == Effect.MUTATE or row.position in mutating:
-            mutating[row.position] = row.kind
+            is_absent = row.kind == "answered" and body["verdict"] == "absent"
+            mutating[row.position] = "outcome" if is_absent else row.kind
         if row.kind in ("intent", "outcome") or (row.kind == "parked" and row.position is not None):
             quiet = RunState.BLOCKED if log.waiting else RunState.CHECKPOINTED
             assert body["state"] == (RunState.RUNNING if in_flight else quiet), f"after entry {row.seq}, {row.kind}"

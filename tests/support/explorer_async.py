@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from typing import Any
 
-from agent_run_ledger import current_step
+from agent_run_ledger import Receipt, current_step
 from agent_run_ledger.drivers.asynchronous import AsyncDriver
 from support.explorer import RUN, Crash, Life, World
 
@@ -77,6 +77,18 @@ class AsyncLife(Life):
 
         self.ledger._tools.pop(name, None)  # the program that begins again in this life registers its tools again
         return self.ledger.tool(name=name, **options)(call)
+
+    def areceipt(self, name: str, unknown: int = 0) -> Callable[[str, dict[str, Any]], Awaitable[Receipt]]:
+        """The question to the outside world, whose answer takes some turns of the loop."""
+        ask = self.receipt(name, unknown)
+
+        async def aask(key: str, arguments: dict[str, Any]) -> Receipt:
+            await asyncio.sleep(0)
+            answer = ask(key, arguments)
+            await asyncio.sleep(0)
+            return answer
+
+        return aask
 
     def agent(self, function: Callable[..., Any], name: str | None = None, **options: Any) -> Callable[..., Any]:
         """An agent of this life's ledger."""

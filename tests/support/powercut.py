@@ -27,13 +27,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
-from agent_run_ledger import AgentRunLedger, Effect, LedgerError, StepInDoubt
+from agent_run_ledger import AgentRunLedger, Effect, LedgerError, RunRecord, StepInDoubt, StepRecord
 from agent_run_ledger.stores import sqlite as sqlite_store
-from support.powercut_programs import PROGRAMS
+from support.powercut_programs import PROGRAMS, Outside, parks
 from support.processes import environment
 from support.witness import digest
 
@@ -278,18 +279,18 @@ class Disk:
         self._names: list[Change] = []
 
     def perform(self, event: Event) -> None:
-        change = Change(self._number, event) if isinstance(event, Write | Resize | Make | Remove) else None
-        self._number += 1
+        number, self._number = self._number, self._number + 1
         match event:
             case Write() | Resize():
-                self._files[event.path].changes.append(change)
-            case Make():
-                if not event.is_folder:
-                    change.file = self._files[event.path] = File()
-                self._names.append(change)
-            case Remove():
-                del self._files[event.path]
-                self._names.append(change)
+                self._files[event.path].changes.append(Change(number, event))
+            case Make(path, is_folder):
+                made = Change(number, event)
+                if not is_folder:
+                    made.file = self._files[path] = File()
+                self._names.append(made)
+            case Remove(path):
+                del self._files[path]
+                self._names.append(Change(number, event))
             case Sync() if not self._is_lying:
                 self._sync(event)
 
@@ -314,20 +315,24 @@ class Disk:
     def image(self, kept: Kept, *, is_as_long: bool = False) -> Image:
         """The disk with what is certain and what is `kept`; if `is_as_long` every file as long as if all had been."""
         found: dict[str, File | None] = {}
-        for name in self._names:
-            if name.is_certain or name.number in kept:
-                if isinstance(name.event, Make):
-                    found[name.event.path] = name.file
+        for change in self._names:
+            if change.is_certain or change.number in kept:
+                if isinstance(change.event, Make):
+                    found[change.event.path] = change.file
                 else:
-                    found.pop(name.event.path, None)
+                    found.pop(change.event.path, None)
         image: Image = {}
         for path, file in found.items():
-            folder = os.path.dirname(path)
-            if folder == self._folder or folder in found:
-                contents = None if file is None else file.read(kept)
-                if file is not None and is_as_long:
-                    contents = contents.ljust(len(file.read(dict.fromkeys(c.number for c in file.changes))), b"\0")
-                image[os.path.relpath(path, self._folder)] = contents
+            folder, name = os.path.dirname(path), os.path.relpath(path, self._folder)
+            if folder != self._folder and folder not in found:
+                continue
+            if file is None:
+                image[name] = None
+            elif is_as_long:
+                everything: Kept = dict.fromkeys(change.number for change in file.changes)
+                image[name] = file.read(kept).ljust(len(file.read(everything)), b"\0")
+            else:
+                image[name] = file.read(kept)
         return image
 
 
@@ -336,13 +341,14 @@ def torn(write: Write, chance: random.Random) -> list[Piece]:
     size = chance.choice((512, 512, 4096))
     first = size - write.offset % size
     bounds = [0, *range(first, len(write.data), size), len(write.data)]
-    return [piece for piece in zip(bounds, bounds[1:], strict=False) if chance.random() < 0.5]
+    return [piece for piece in pairwise(bounds) if chance.random() < 0.5]
 
 
 def fates(changes: list[Change], chance: random.Random, many: int, is_last: bool) -> Iterator[tuple[Kept, bool]]:
     """What may be kept of the changes that may be lost, and whether files are as long as they were.
 
-    `many` are drawn at random. Before a sync, when there are most of them (`is_last`), each is lost, torn and kept alone as well.
+    `many` are drawn at random. Before a sync, when there are most of them (`is_last`), each is also lost, torn and kept alone; of
+    more than 12 * `many` only that many are.
     """
 
     def tear(change: Change) -> list[Piece] | None:
@@ -356,7 +362,7 @@ def fates(changes: list[Change], chance: random.Random, many: int, is_last: bool
     yield everything, False
     yield names, False
     yield names, True
-    some = changes if len(changes) <= many * 4 else chance.sample(changes, many * 4)
+    some = changes if len(changes) <= 12 * many else chance.sample(changes, 12 * many)
     for change in [*(some if is_last else []), changes[-1]]:
         yield {number: None for number in everything if number != change.number}, chance.random() < 0.5
         yield everything | {change.number: tear(change)}, False
@@ -381,10 +387,10 @@ class Found:
     damage: list[str] = field(default_factory=list)
     """What may never be, whatever was lost."""
     statuses: dict[str, str] = field(default_factory=dict)
-    steps: dict[tuple[str, str], Any] = field(default_factory=dict)
+    steps: dict[tuple[str, str], StepRecord] = field(default_factory=dict)
     """The steps by run and position, before the program was run again."""
     told: list[dict[str, Any]] = field(default_factory=list)
-    """What it told the outside when it was run again."""
+    """What it told the outside world when it was run again."""
 
 
 @dataclass
@@ -396,11 +402,13 @@ class Report:
     images: int = 0
     losses: Counter[str] = field(default_factory=Counter)
     damage: Counter[str] = field(default_factory=Counter)
+    receipts: Counter[str] = field(default_factory=Counter)
+    """What receipts said, and in how many states."""
 
     def __str__(self) -> str:
         return (
-            f"{self.cuts} cuts, {self.states} states, {self.images} different ones; "
-            f"lost: {dict(self.losses)}; damaged: {dict(self.damage)}"
+            f"{self.cuts} cuts, {self.states} states, {self.images} different ones; lost: {dict(self.losses)}; "
+            f"damaged: {dict(self.damage)}; receipts: {dict(self.receipts)}"
         )
 
 
@@ -425,7 +433,7 @@ def cut(
     """
     report = Report()
     disk = Disk(recording.folder, is_lying=is_lying)
-    known: dict[bytes, Found] = {}
+    known: dict[tuple[bytes, frozenset[str]], Found] = {}
     told: list[dict[str, Any]] = []
     memory = "/dev/shm" if os.path.isdir("/dev/shm") else None
     with tempfile.TemporaryDirectory(dir=memory) as folder:
@@ -439,15 +447,18 @@ def cut(
                 continue
             report.cuts += 1
             is_last = is_end or isinstance(recording.events[number], Sync)
+            called = {facts["key"]: facts["position"] for facts in told if facts.get("has_receipt")}
             for kept, is_as_long in fates(disk.uncertain(), random.Random(number), many, is_last):
                 image = disk.image(kept, is_as_long=is_as_long)
-                name = _name_of(image)
+                name = _name_of(image), frozenset(called)
                 if name not in known:
-                    known[name] = resume(recording.program, image, Path(folder, "left"))
+                    known[name] = resume(recording.program, image, Path(folder, "left"), called)
+                found = known[name]
                 report.states += 1
-                report.damage.update(set(known[name].damage))
-                report.losses.update(set(losses(told, known[name])))
-    report.images = len(known)
+                report.damage.update(set(found.damage))
+                report.losses.update(set(losses(told, found)))
+                report.receipts.update({facts["verdict"] for facts in found.told if facts["kind"] == "asked"})
+    report.images = len({image for image, _ in known})
     return report
 
 
@@ -460,8 +471,11 @@ def _name_of(image: Image) -> bytes:
     return name.digest()
 
 
-def resume(program: str, image: Image, folder: Path) -> Found:
-    """Open what is left in the `folder`, on another boot of the machine, look at it, and run its program again."""
+def resume(program: str, image: Image, folder: Path, called: dict[str, str]) -> Found:
+    """Open what is left in the `folder`, on another boot of the machine, look at it, and run its program again.
+
+    `called`: where the steps stand whose receipts the outside world has, by their keys.
+    """
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     for name in sorted(image):  # a folder before what is in it
@@ -477,7 +491,7 @@ def resume(program: str, image: Image, folder: Path) -> Found:
     def opened() -> AgentRunLedger:
         return AgentRunLedger(folder / "agent.db", durability="process")
 
-    def look() -> Iterator[Any]:
+    def look() -> Iterator[tuple[RunRecord, list[StepRecord]]]:
         with opened() as ledger:
             found.damage += [f"not clean: {finding.code}" for finding in ledger.verify().findings]
             for run in ledger.runs():
@@ -486,25 +500,34 @@ def resume(program: str, image: Image, folder: Path) -> Found:
     def note(kind: str, **facts: Any) -> None:
         found.told.append({"kind": kind, **facts})
 
-    with mock.patch.object(sqlite_store, "boot_id", lambda: "the next boot"), warnings.catch_warnings():
+    with mock.patch.object(sqlite_store, "boot_id", return_value="the next boot"), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # an undeclared step that is dispatched again says so
         try:
             for run, steps in look():
                 found.statuses[run.run_id] = run.status
                 found.steps |= {(run.run_id, step.position): step for step in steps}
             with suppress(StepInDoubt):
-                PROGRAMS[program](opened, note)
+                PROGRAMS[program](opened, Outside(note, called))
             for run, steps in look():
-                is_in_doubt = any(step.effect == Effect.MUTATE and step.state != "COMPLETED" for step in steps)
-                if run.status != ("BLOCKED" if is_in_doubt else "COMPLETED"):
-                    found.damage.append("a run that did not go on")
-        except LedgerError as error:
-            found.damage.append(f"{type(error).__name__}")
+                if run.status != ("BLOCKED" if any(map(parks, steps)) else "COMPLETED"):
+                    found.damage.append(f"a run that is {run.status}")
+        except (LedgerError, ValueError) as error:  # bytes that are damaged are no JSON
+            found.damage.append(type(error).__name__)
     for facts in found.told:
         step = found.steps.get(_place(facts)) if facts["kind"] == "called" else None
         if step is not None and step.state == "COMPLETED":
             found.damage.append("a completed step was called again")
+        if facts["kind"] == "failed":
+            found.damage.append(facts["error"])
     return found
+
+
+def _stored(text: str | None) -> str:
+    """The digest of what is stored; empty where that is nothing, or damaged."""
+    try:
+        return "" if text is None else digest(json.loads(text))
+    except ValueError:
+        return ""
 
 
 def _place(facts: dict[str, Any]) -> tuple[str, str]:
@@ -523,19 +546,18 @@ def losses(told: Iterable[dict[str, Any]], found: Found) -> Iterator[str]:
             continue
         if kind == "finished" and found.statuses[run] != "COMPLETED":
             yield "an end"
-        elif kind == "valued" and again.get((kind, run, None), facts)["value"] != facts["value"]:
-            yield "a recorded value"
+        elif kind == "valued" and found.statuses[run] != "COMPLETED":
+            if again.get((kind, run, None), {}).get("value") != facts["value"]:
+                yield "a recorded value"
         elif kind == "acknowledged":
             step = found.steps.get(_place(facts))
-            if step is None or step.state != "COMPLETED" or digest(json.loads(step.output_json)) != facts["output"]:
+            if step is None or step.state != "COMPLETED" or _stored(step.output_json) != facts["output"]:
                 yield "an outcome"
         elif kind == "called":
             step = found.steps.get(_place(facts))
             called_again = again.get((kind, *_place(facts)))
             if facts["effect"] != Effect.READ and (
-                step is None
-                or step.idempotency_key != facts["key"]
-                or digest(json.loads(step.arguments_json)) != facts["bytes"]
+                step is None or step.idempotency_key != facts["key"] or _stored(step.arguments_json) != facts["bytes"]
             ):
                 yield "an intent"
             if called_again is not None and called_again["key"] != facts["key"]:

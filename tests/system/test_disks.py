@@ -199,9 +199,14 @@ def test_a_process_that_begins_on_a_full_disk_calls_nothing_and_changes_nothing(
 ) -> None:
     database: Path = request.getfixturevalue(state)
     ballast = fill(disk)
-    with pytest.raises(StoreFull), AgentRunLedger(database) as ledger:
-        ledger.resume_run("r")
-        ledger.execute_step("r", "next", {"long": "x" * 100_000}, lambda: pytest.fail("it was called"))
+
+    def begin() -> None:
+        with AgentRunLedger(database) as ledger:
+            ledger.resume_run("r")
+            ledger.execute_step("r", "next", {"long": "x" * 100_000}, lambda: pytest.fail("it was called"))
+
+    with pytest.raises(StoreFull):
+        begin()
     ballast.unlink()
     with AgentRunLedger(database) as ledger:
         assert ledger.verify().findings == []

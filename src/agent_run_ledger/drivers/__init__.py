@@ -1,1 +1,1 @@
-"""Floor 3: who performs what the engine asks for. One driver is synchronous; the asynchronous one will stand beside it."""
+"""Floor 3: who performs what the engine asks for: one driver in the calling thread, one in an event loop."""

@@ -148,10 +148,7 @@ class Audit:
                 self.found(row.seq, "column", f"{name}: the row says {value!r}, the hashed body {body.get(name)!r}")
         key = (row.position, row.attempt, row.kind)
         if row.position is not None and row.attempt is not None and row.kind in ("intent", "outcome"):
-            known = self.history.positions.get(row.position)
-            # what is learnt from the receiver, or an operator, of a failure that is in doubt again is said of the same attempt
-            is_learnt = "reconciled" in body and known is not None and known.outcome is None
-            if key in self.seen and not is_learnt:
+            if key in self.seen:
                 self.found(row.seq, "twice", f"a second {row.kind} of position {row.position}, attempt {row.attempt}")
             self.seen.add(key)
         elif row.kind in ("asked", "parked", "resolved"):  # what had failed is in doubt again, and its end may be found out

@@ -40,6 +40,7 @@ def prepare(run: LiveRun, decisions: Sequence[Decision], moment: Moment) -> Prep
                 run.ahead += sum(draft.is_first for draft in plan.drafts)
                 run.is_settling = run.is_settling or any(draft.kind == "outcome" for draft in plan.drafts)
                 plan = decisions[len(plans)](run, moment)
+                _name_failures_once(drafts, plan.drafts)
                 plans.append(plan)
                 drafts += plan.drafts
                 if plan.drafts and synced is not True and plan.synced is not False:
@@ -51,6 +52,14 @@ def prepare(run: LiveRun, decisions: Sequence[Decision], moment: Moment) -> Prep
         if _honour(run, drafts):
             synced = True
     return Prepared(plans, drafts, seal(run.history, run.token, moment.now, drafts) if drafts else [], synced)
+
+
+def _name_failures_once(before: list[Draft], drafts: list[Draft]) -> None:
+    """What acts upon a failure says so, unless something before it in the same append does."""
+    named = {position for draft in before for position in draft.fields.get("follows", ())}
+    for draft in drafts if named else ():
+        if left := [position for position in draft.fields.pop("follows", ()) if position not in named]:
+            draft.fields["follows"] = left
 
 
 _ALONGSIDE = frozenset({"intent", "outcome", "redispatched_undeclared"})

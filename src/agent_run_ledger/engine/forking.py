@@ -18,12 +18,12 @@ _MADE_ANEW = ("run", "seq", "kind", "token", "state", "steps", "refused", "posit
 
 
 def carried(
-    history: History, rows: Iterable[Row], before: int, told: dict[str, str], limits: dict[str, Any]
+    history: History, rows: Iterable[Row], before: int, told: dict[str, str], limits: dict[str, Any], name: str
 ) -> list[Draft]:
     """The entries of a new run that stands where the run of `history` stood before its step number `before` began.
 
     `rows` are that run's entries, whole. Steps keep their keys, their times and what they returned; what others did to the run, and
-    where it stood and ended, is left behind. `told` is who makes it and why, `limits` what the new run may do.
+    where it stood and ended, is left behind. `told` is who makes it and why, `limits` what the new run may do, `name` its id.
     Raises `InvalidArguments` where something that has to be carried was erased.
     """
     drafts: list[Draft] = []
@@ -36,9 +36,10 @@ def carried(
             kept: dict[str, Any] = {
                 name: body[name] for name in ("format", "pipeline", "agent", "parent") if name in body
             }
-            drafts.append(
-                Draft("created", None, {**kept, "forked_from": history.run_id, **limits}, _payload(row, body))
-            )
+            payload = _payload(row, body)
+            if history.pipeline and payload is not None:  # its goal names its run
+                payload = payload.replace(_goal(history.run_id), _goal(name), 1)
+            drafts.append(Draft("created", None, {**kept, "forked_from": history.run_id, **limits}, payload))
             continue
         step = history.positions.get(row.position or "")
         is_carried = (row.kind in _STEP_KINDS and step is not None and step.number < before) or (
@@ -64,6 +65,10 @@ def carried(
         fork["follows"] = left  # what had acted upon them is not carried, and they are no news all the same
     drafts.append(Draft("forked", None, fork, canonical.encode(told)))
     return drafts
+
+
+def _goal(run_id: str) -> bytes:
+    return b'{"goal":' + canonical.encode(f"pipeline {run_id}")
 
 
 def _payload(row: Row, body: dict[str, Any]) -> bytes | None:

@@ -57,7 +57,7 @@ class Action:
     position: str
     reason: str
     not_before: float | None = None
-    """Unix seconds before which a retry may not start."""
+    """Unix seconds before which a retry may not start, or the next question be asked."""
 
 
 def plan_recovery(
@@ -121,7 +121,7 @@ def in_doubt(step: StepHistory, declared: Declaration, receipt: Receipt | None, 
             return Action(
                 "park", step.position, f"the process ended {step.unanswered} times while its receiver was asked"
             )
-        return Action("ask", step.position, why)
+        return Action("ask", step.position, why, step.ask_at)
     if receipt.verdict == "found":
         return Action("record", step.position, "the receiver has seen its idempotency key")
     if receipt.verdict == "absent":

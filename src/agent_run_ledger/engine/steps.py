@@ -222,6 +222,8 @@ def _continue(
     is_dispatched = action.kind in ("dispatch", "dispatch_undeclared") and not is_known
     intent = first_intent(run, call, salted, step, is_dispatched=is_dispatched)
     standing = Standing(call.position, intent.fields["step"], call.tool, intent.attempt or 0)
+    if action.kind == "dispatch_undeclared" and is_dispatched:
+        return Plan([*drafts, intent, _said(standing, standing.attempts)])
     if is_dispatched or is_known:
         return Plan([*drafts, intent])
     if action.kind == "ask":
@@ -229,6 +231,11 @@ def _continue(
     return Plan(
         [*drafts, intent, parked_in_doubt(standing, action.reason)], error=in_doubt(run, standing, action.reason)
     )
+
+
+def _said(step: StepHistory | Standing, attempt: int) -> Draft:
+    """The entry that says aloud that nobody knows what this attempt does a second time."""
+    return Draft("redispatched_undeclared", None, {"step": step.number}, None, step.position, attempt)
 
 
 def _output(call: Call, outcome: Outcome) -> LeftBehind | None:
@@ -266,8 +273,7 @@ def _resume(run: LiveRun, call: Call, step: StepHistory, moment: Moment) -> Plan
                 return Plan()
             return dispatch_again(run, call, step, moment)
         case "dispatch_undeclared":
-            said = Draft("redispatched_undeclared", None, {"step": step.number}, None, step.position, step.attempts + 1)
-            return dispatch_again(run, call, step, moment, said)
+            return dispatch_again(run, call, step, moment, _said(step, step.attempts + 1))
         case "park":
             return _park(run, step, action.reason)
         case "dead_letter":
@@ -275,6 +281,8 @@ def _resume(run: LiveRun, call: Call, step: StepHistory, moment: Moment) -> Plan
         case "ask" if run.runs_on(step) is not None:  # what a receiver has not seen may be on its way
             return _park(run, step, "it ran out of time, and its function goes on in its thread")
         case "ask":
+            if action.not_before is not None and action.not_before > moment.now:
+                return Plan()
             return Plan([reconcile.question(step, action.reason, step.unanswered)])
         case "record" | "wait":
             raise AssertionError(f"nobody was asked, so nothing leads to {action.kind!r}")
