@@ -432,9 +432,9 @@ def test_equal_errors_are_equal_outcomes_and_their_tracebacks_do_not_matter(benc
     ledger = program(bench, loop_threshold=2)
     for function in (raising(TimeoutError("slow")), Tool(TimeoutError("slow"))):
         with pytest.raises(StepFailed):
-            ledger.execute_step(RUN, "t", {}, function)
+            ledger.execute_step(RUN, "t", {}, function, effect=Effect.IDEMPOTENT)
     with pytest.raises(RunawayLoopException):
-        ledger.execute_step(RUN, "t", {}, never)
+        ledger.execute_step(RUN, "t", {}, never, effect=Effect.IDEMPOTENT)
 
 
 def test_equal_calls_with_new_outcomes_pass(bench: Bench) -> None:

@@ -36,6 +36,7 @@ from agent_run_ledger.errors import (
     UnserialisableArguments,
 )
 from agent_run_ledger.model import (
+    MIN_FREE,
     Budget,
     Diagnosis,
     Finding,
@@ -54,7 +55,6 @@ from agent_run_ledger.run import OpenRun, branch_of, finish, function_call, perf
 from agent_run_ledger.settle import settle
 from agent_run_ledger.stores import open_store
 from agent_run_ledger.stores.clock import SystemClock
-from agent_run_ledger.stores.room import VARIABLE as MIN_FREE
 from agent_run_ledger.stores.room import Room
 
 if TYPE_CHECKING:

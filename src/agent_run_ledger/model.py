@@ -14,6 +14,10 @@ LIBRARY_VERSION = "0.1.0"
 """What every intent names as a part of its environment; the package's `__version__`."""
 
 
+MIN_FREE = "AGENT_RUN_LEDGER_MIN_FREE"
+"""The environment variable that says how many bytes of the disk stay free, where the program does not say it."""
+
+
 class RunState(StrEnum):
     """Where a run stands. The last four are final (`is_terminal`)."""
 

@@ -44,7 +44,8 @@ _UNSAID: Any = _Unsaid()
 class Operator:
     """What a ledger lets people and other programs do about a run. Each act takes `by=`, who does it, and `reason=`.
 
-    Where somebody owns the run, the owner does it as soon as none of its steps is in flight; else it is done here and now.
+    Where nobody owns the run it is done here and now, and raises where it cannot be. Else its owner does it, as soon as none of its steps is
+    in flight; what he cannot do by then is an entry `declined`, and no error here.
     """
 
     _store: Store
@@ -212,7 +213,7 @@ class Operator:
         said = {**said, "by": who}
         try:
             self._leases.await_claim(run, None)
-            if self._driver.obey(requests.act(run, kind, said, who)):
+            if self._driver.obey(requests.act(run, kind, said, who, keeps=run.pins > 0)):
                 return
         except RunOwned:
             pass
@@ -222,7 +223,7 @@ class Operator:
             with run.lock:
                 if run.is_held:
                     self._leases.fetch_requests(run)
-            self._driver.obey(requests.answer(run))
+            self._driver.obey(requests.answer(run, keeps=run.pins > 0))
         except RunOwned:
             pass
 

@@ -15,7 +15,7 @@ from typing import Any, Literal, NoReturn, Protocol
 
 from agent_run_ledger.agents import Agent, program_of
 from agent_run_ledger.contract import Append, Row, Store, Summary
-from agent_run_ledger.drivers.context import callers
+from agent_run_ledger.drivers.context import callers, refuse_in_an_event_loop
 from agent_run_ledger.drivers.leases import HeldRun
 from agent_run_ledger.engine import admission
 from agent_run_ledger.engine.effects import (
@@ -153,15 +153,6 @@ class _Unopened:
         raise StoreUnavailable(
             f"preflight opens nothing, and the module uses its ledger ({self.path}) while it is imported; nothing was done. Put what "
             "starts runs under `if __name__ == '__main__':`."
-        )
-
-
-def refuse_in_an_event_loop(asked: str) -> None:
-    """Raises `InvalidArguments` in a thread that runs an event loop: programs that are async get one of their own."""
-    asyncio: Any = sys.modules.get("asyncio")
-    if asyncio is not None and asyncio._get_running_loop() is not None:
-        raise InvalidArguments(
-            f"{asked} starts event loops of its own, and one runs in this thread: call it from plain code; nothing was run"
         )
 
 

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from agent_run_ledger.agents import Agent, Start, abegin, child_of, run_to_its_end
 from agent_run_ledger.drivers import reading
+from agent_run_ledger.drivers.context import refuse_in_an_event_loop
 from agent_run_ledger.drivers.sync import Suspended
 from agent_run_ledger.engine.call import DurableWait
 from agent_run_ledger.engine.history import History, StepHistory, parse
-from agent_run_ledger.engine.requests import REQUESTS
 from agent_run_ledger.engine.waits import has_come
 from agent_run_ledger.errors import RunOwned, StoreCorrupt, StoreError
 from agent_run_ledger.model import RunState
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 def recover(ledger: AgentRunLedger, agents: Mapping[str, Agent]) -> list[str]:
     """See `AgentRunLedger.recover`."""
+    if any(each.takes.is_async for each in (*agents.values(), *ledger._tools.values())):
+        refuse_in_an_event_loop("recover")
     ended: list[str] = []
     tried: set[str] = set()  # the runs of which nothing more can be done here
     while True:
@@ -66,7 +68,8 @@ def _rests(ledger: AgentRunLedger, summary: Summary, agents: Mapping[str, Agent]
     except StoreError:  # damaged: whoever begins it is told
         return False
     open_steps = [each for each in history.positions.values() if each.outcome is None]
-    if not open_steps or any(each.kind in REQUESTS for each in ledger._store.inbox(head.run_id, history.honoured)):
+    requests = ledger._store.inbox(head.run_id, history.honoured)
+    if not open_steps or any(request.id not in history.answered for request in requests):
         return False
     now = ledger._clock.now()
     return all(_is_waiting(ledger, history, each, now, agents) for each in open_steps)

@@ -13,9 +13,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from agent_run_ledger.model import RetryPolicy
+from agent_run_ledger.model import MIN_FREE, RetryPolicy
 from agent_run_ledger.rules.backoff import delay
-from agent_run_ledger.stores.room import VARIABLE
+from agent_run_ledger.stores import room
 
 GAVE_UP, NOT_EXECUTABLE, NOT_FOUND = 125, 126, 127
 """Exit statuses of the supervisor's own: a crash loop, and a program that could not be started the first time."""
@@ -134,9 +134,7 @@ def free_bytes(path: str) -> int | None:
         folder = os.path.dirname(os.path.realpath(path))
         while not os.path.exists(folder):
             folder = os.path.dirname(folder)
-        disk = os.statvfs(folder)
-        if disk.f_blocks:  # what is no real disk says nothing
-            return disk.f_bavail * disk.f_frsize
+        return room.free_bytes(folder)
     return None
 
 
@@ -308,7 +306,7 @@ class _Supervisor:
         self._draw = draw
         self._pid = os.getpid()
         self._prctl = _prctl()
-        self._environment = os.environ | {VARIABLE: str(settings.least_free_bytes)}
+        self._environment = os.environ | {MIN_FREE: str(settings.least_free_bytes)}
         self._has_terminal, self._is_in_foreground = _terminal()
         self._ends = {signal.SIGTERM, signal.SIGINT}
         if self._has_terminal:  # a service has none, and there SIGHUP means "read your settings anew"

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
-from agent_run_ledger import AgentRunLedger, Effect, LedgerError, RunRecord, StepInDoubt, StepRecord
+from agent_run_ledger import AgentRunLedger, Effect, RunRecord, StepInDoubt, StepRecord
 from agent_run_ledger.stores import sqlite as sqlite_store
 from support.powercut_programs import PROGRAMS, Outside, parks
 from support.processes import environment
@@ -348,7 +348,7 @@ def fates(changes: list[Change], chance: random.Random, many: int, is_last: bool
     """What may be kept of the changes that may be lost, and whether files are as long as they were.
 
     `many` are drawn at random. Before a sync, when there are most of them (`is_last`), each is also lost, torn and kept alone; of
-    more than 12 * `many` only that many are.
+    more than 6 * `many` only that many are.
     """
 
     def tear(change: Change) -> list[Piece] | None:
@@ -362,7 +362,7 @@ def fates(changes: list[Change], chance: random.Random, many: int, is_last: bool
     yield everything, False
     yield names, False
     yield names, True
-    some = changes if len(changes) <= 12 * many else chance.sample(changes, 12 * many)
+    some = changes if len(changes) <= 6 * many else chance.sample(changes, 6 * many)
     for change in [*(some if is_last else []), changes[-1]]:
         yield {number: None for number in everything if number != change.number}, chance.random() < 0.5
         yield everything | {change.number: tear(change)}, False
@@ -511,7 +511,7 @@ def resume(program: str, image: Image, folder: Path, called: dict[str, str]) -> 
             for run, steps in look():
                 if run.status != ("BLOCKED" if any(map(parks, steps)) else "COMPLETED"):
                     found.damage.append(f"a run that is {run.status}")
-        except (LedgerError, ValueError) as error:  # bytes that are damaged are no JSON
+        except Exception as error:
             found.damage.append(type(error).__name__)
     for facts in found.told:
         step = found.steps.get(_place(facts)) if facts["kind"] == "called" else None

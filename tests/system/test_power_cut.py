@@ -51,12 +51,14 @@ def test_nothing_acknowledged_and_no_dispatched_intent_is_lost_wherever_the_powe
     program: str, half: int, recorded: Recorder, record_property: Callable[[str, object], None]
 ) -> None:
     recording = recorded(program, "full")
-    report = cut(recording, MANY, where=lambda number, event: number % 2 == half)
+    middle = len(recording.events) // 2
+    report = cut(recording, MANY, where=lambda number, event: (number > middle) == bool(half))
     record_property("power cuts", str(report))
     assert (report.losses, report.damage) == ({}, {}), report
-    assert report.cuts > len(recording.events) // 2 > 150
-    assert report.images > 400
-    assert set(report.receipts) == {"found", "absent"}
+    assert report.cuts >= middle > 150
+    assert report.images > 300
+    if half:  # where the steps with a receipt stand
+        assert report.receipts["found"] > 20
 
 
 @pytest.mark.system("strace")

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from agent_run_ledger.cli.shell import VARIABLE, UsageError
 from agent_run_ledger.cli.terminal import plain
+from agent_run_ledger.model import MIN_FREE
 
 if TYPE_CHECKING:
     from agent_run_ledger.supervisor import Line, Program, Settings
@@ -35,7 +36,6 @@ exit status:
 signals: SIGTERM and SIGINT are handed on to CMD, which has --grace seconds to end; a second one kills at once. SIGHUP, SIGUSR1,
 SIGUSR2, SIGQUIT and SIGWINCH are handed on; where there is a terminal, SIGHUP ends like SIGTERM. What CMD leaves behind is ended
 with it."""
-MIN_FREE = "AGENT_RUN_LEDGER_MIN_FREE"
 _SUFFIXES = {"K": 1024, "M": 1024**2, "G": 1024**3, "T": 1024**4}
 
 

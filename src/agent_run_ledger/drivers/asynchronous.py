@@ -621,11 +621,15 @@ class AsyncDriver:
                 return await effect.question(step.key, effect.arguments)
             return await self.threaded(lambda: effect.question(step.key, effect.arguments), f"receipt of {step.tool}")()
 
+        context = step_variable.set(StepContext(self._leases, run, step))  # what it calls is no step of the run
         try:
             seconds = effect.timeout
             return Result(await in_time(ask, seconds, lambda: TimeoutError(f"no answer within {seconds:g} s")), None)
         except BaseException as error:
             return Result(None, error)
+        finally:
+            with suppress(ValueError):  # closed from elsewhere, as a coroutine is whose loop is closed
+                step_variable.reset(context)
 
     async def _rest(self, effect: Rest) -> bool:
         run = cast(HeldRun, effect.run)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from _thread import get_ident
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -9,6 +10,7 @@ from typing import Any
 
 from agent_run_ledger.drivers.leases import HeldRun, Leases
 from agent_run_ledger.engine.history import StepHistory
+from agent_run_ledger.errors import InvalidArguments
 from agent_run_ledger.model import Effect
 
 
@@ -89,3 +91,12 @@ def caller() -> object:
     if callers.task is not None and (task := callers.task()) is not None:
         return task
     return get_ident()
+
+
+def refuse_in_an_event_loop(asked: str) -> None:
+    """Raises `InvalidArguments` in a thread that runs an event loop: programs that are async get one of their own."""
+    asyncio: Any = sys.modules.get("asyncio")
+    if asyncio is not None and asyncio._get_running_loop() is not None:
+        raise InvalidArguments(
+            f"{asked} starts event loops of its own, and one runs in this thread: call it from plain code; nothing was run"
+        )

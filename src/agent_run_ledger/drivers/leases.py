@@ -256,9 +256,10 @@ class Leases:
 
     def fetch_requests(self, run: HeldRun) -> None:
         """Read what others ask of the run; the next append answers it."""
-        run.requests = self._store.inbox(run.run_id, after=run.history.honoured)
-        if run.requests:
-            run.inbox = run.requests[-1].id
+        requests = self._store.inbox(run.run_id, after=run.history.honoured)
+        if requests:
+            run.inbox = requests[-1].id
+        run.requests = run.unanswered(requests)
 
     def require(self, run: HeldRun, token: int) -> None:
         """Raises where the run is not ours under this token any more. What was in doubt is read anew."""

@@ -207,6 +207,7 @@ class SyncDriver:
         """The receipt function's result. It may hang, as its receiver may: where the tool has a timeout, it is left to itself then."""
         run = cast(HeldRun, effect.run)
         self.still_ours(run, effect.step.token)
+        token = step_variable.set(StepContext(self._leases, run, effect.step))  # what it calls is no step of the run
         try:
             if effect.timeout is None:
                 value = effect.question(effect.step.key, effect.arguments)
@@ -222,6 +223,8 @@ class SyncDriver:
                 value = work.result.value
         except BaseException as error:
             return Result(None, error)
+        finally:
+            step_variable.reset(token)
         return _not_awaited(value, f"the receipt of {effect.step.tool!r}")
 
     def _rest(self, effect: Rest) -> bool:

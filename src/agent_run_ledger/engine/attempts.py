@@ -31,7 +31,7 @@ def _retry(call: Call, step: StepHistory, run: LiveRun, moment: Moment) -> Plan:
         return Plan()  # it was interrupted meanwhile
     if (ending := admission.ending(run)) is not None:
         return Plan(error=ending)
-    if step.outcome is not None and step.outcome.is_open and outcomes.must_not_repeat(run, call, step, moment.now):
+    if step.is_open and outcomes.must_not_repeat(run, call, step, moment.now):
         return reconcile.doubt(run, call, step, "the receiver has forgotten its idempotency key")
     return dispatch_again(run, call, step, moment)
 

@@ -151,7 +151,11 @@ class Audit:
             if key in self.seen:
                 self.found(row.seq, "twice", f"a second {row.kind} of position {row.position}, attempt {row.attempt}")
             self.seen.add(key)
-        elif row.kind in ("asked", "parked", "resolved"):  # what had failed is in doubt again, and its end may be found out
+        elif row.kind in (
+            "asked",
+            "parked",
+            "resolved",
+        ):  # what had failed is in doubt again, and its end may be found out
             self.seen.discard((row.position, row.attempt, "outcome"))
 
     def payload(self, row: Row, body: dict[str, Any]) -> None:
@@ -216,6 +220,21 @@ class Audit:
             self.found(row.seq, "order", f"follows is {follows!r}, and not all of these are failures to act upon")
         if row.kind == "outcome":
             self.outcomes.add(row.seq)
+            waiting = (
+                {signal.seq for signals in self.history.signals.values() for signal in signals}
+                if "signal" in body
+                else ()
+            )
+            if "signal" in body and body["signal"] not in waiting:
+                self.found(
+                    row.seq,
+                    "order",
+                    f"signal is {body['signal']!r}, and no signal of that number was there to be taken",
+                )
+        elif row.kind == "answered":
+            asked = self.history.positions.get(row.position or "")
+            if asked is None or not asked.is_asked:
+                self.found(row.seq, "order", "an answer of a receiver that was not asked")
 
     def moves(self, row: Row, body: dict[str, Any]) -> None:
         state = body.get("state")

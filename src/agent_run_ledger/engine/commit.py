@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from agent_run_ledger.engine.effects import Decision, Moment, Plan
 from agent_run_ledger.engine.live import SENT, LiveRun
 from agent_run_ledger.engine.log import PAUSES, Draft, Sealed, seal
-from agent_run_ledger.engine.requests import REQUESTS, honour
+from agent_run_ledger.engine.requests import honour
 from agent_run_ledger.rules import lifecycle
 
 
@@ -74,19 +74,20 @@ def _is_alongside(draft: Draft) -> bool:
 
 
 def _honour(run: LiveRun, drafts: list[Draft]) -> bool:
-    """Add what answers the requests of others, in order. All but signals wait for steps in flight: they are recorded first."""
+    """Add what answers the requests of others. What was sent is answered at once, the rest when no step is in flight, in order."""
     ended = {draft.position for draft in drafts if draft.kind in PAUSES}
     is_quiet = not any(draft.kind == "intent" for draft in drafts) and set(run.in_flight) <= ended
     has_ended = run.history.state.is_terminal or any(draft.event in lifecycle.ENDINGS for draft in drafts)
     is_honoured = False
     for request in run.requests:
+        if has_ended:
+            break
         if not (is_quiet or request.kind in SENT):
-            break
-        if has_ended or request.kind not in REQUESTS:  # one that only a newer version knows is left to that
             continue
-        if not (answer := honour(run, request, drafts)):
-            break
-        drafts += answer
-        has_ended = any(draft.event in lifecycle.ENDINGS for draft in answer)
-        is_honoured = True
+        if answer := honour(run, request, drafts):
+            drafts += answer
+            has_ended = any(draft.event in lifecycle.ENDINGS for draft in answer)
+            is_honoured = True
+        else:
+            is_quiet = False  # the others that are no signals wait for this one
     return is_honoured

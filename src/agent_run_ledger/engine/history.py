@@ -78,10 +78,11 @@ class StepHistory:
     """One step: its first intent, its attempts, and the outcome of the last of them. `outcome` None: in flight or in doubt."""
 
     __slots__ = (
-        "arguments", "ask_at", "attempts", "attempts_of_code", "continues", "created_at", "dependencies", "digest", "earlier", "effect",
-        "environment", "fingerprint", "followed", "has_receipt", "input", "is_absent", "is_asked", "is_carried", "key", "key_window", "keyed_at",
-        "leaf", "left", "missed", "missed_at", "number", "order", "outcome", "position", "redispatched", "seq", "state", "token", "tool", "unanswered", "until",
-        "version", "wait", "waits",
+        "arguments", "ask_at", "attempts", "attempts_of_code", "continues", "created_at", "dependencies", "digest",
+        "earlier", "effect", "environment", "fingerprint", "followed", "has_receipt", "input", "is_absent", "is_asked",
+        "is_carried", "is_doubtful", "is_known_absent", "key", "key_window", "keyed_at", "leaf", "left", "missed",
+        "missed_at", "number", "order", "outcome", "position", "redispatched", "seq", "state", "token", "tool",
+        "unanswered", "until", "version", "wait", "waits",
     )  # fmt: skip
 
     def __init__(self, row: Row, body: dict[str, Any], continued: StepHistory | None) -> None:
@@ -112,6 +113,10 @@ class StepHistory:
         if continued is not None:
             self.continues, self.keyed_at = continued.position, continued.keyed_at
             self.attempts_of_code, self.environment = continued.attempts_of_code, continued.environment
+        self.is_doubtful = continued is not None
+        """Whether one of its attempts may have taken effect, for all that is known of them."""
+        self.is_known_absent = False
+        """Whether its receiver or an operator has said that the last of them did not."""
         self.waits: str | None = body.get("waits")
         """What it waits for, where it calls nobody: `sleep`, `signal` or `approval`."""
         self.until: float | None = body.get("until")
@@ -147,11 +152,16 @@ class StepHistory:
         return self.outcome is not None and (self.outcome.is_final or self.followed or self.missed > 0)
 
     @property
+    def is_open(self) -> bool:
+        """Whether it may have taken effect although it failed: the last attempt, or one before it."""
+        return self.is_doubtful or (self.outcome is not None and self.outcome.is_open)
+
+    @property
     def may_have_taken_effect(self) -> bool:
         """Whether it may have changed something, for all that is recorded: what has no side effect, or surely failed, has not."""
         if self.effect == "READ" or self.outcome is None:
             return self.effect != "READ"
-        return self.outcome.ok != "failed" or self.outcome.is_open
+        return self.outcome.ok != "failed" or self.is_open
 
     @property
     def is_retried(self) -> bool:
@@ -181,6 +191,9 @@ class StepHistory:
 
         One that takes over a step in doubt, to have its receipt asked for, is no attempt of its own.
         """
+        if self.attempts and self.outcome is None and not self.is_known_absent:
+            self.is_doubtful = True  # nobody knows how the last attempt ended
+        self.is_known_absent = False
         self.attempts = body["attempt"]
         if "undispatched" not in body:
             self.attempts_of_code = self.attempts_of_code + 1 if body["environment"] == self.environment else 1
@@ -201,8 +214,10 @@ class StepHistory:
         self.outcome = None
 
     def settled(self, row: Row, body: dict[str, Any]) -> None:
-        """An outcome of the attempt under way."""
+        """An outcome of the attempt under way. That an earlier one may have taken effect no later failure disproves."""
         self.outcome = Outcome(row, body)
+        ok = self.outcome.ok
+        self.is_doubtful = ok == "cancelled" or (ok == "failed" and (self.is_doubtful or "ambiguous" in body))
         self.wait = body.get("wait", 0.0)
         self.left = body["left"]
         self.state = body["step_state"]
@@ -228,12 +243,15 @@ class StepHistory:
             self.doubted()
         elif kind == "answered":
             self.is_asked, self.ask_at, self.unanswered = False, body.get("retry_at"), 0
+            if body["verdict"] == "absent":
+                self.is_known_absent, self.is_doubtful = True, False
             self.wait = body.get("wait", self.wait)
         elif kind == "parked":
             self.is_asked, self.ask_at = False, None
             self.doubted()
         elif kind == "resolved" and not body["executed"]:
             self.is_asked, self.ask_at, self.unanswered, self.is_absent = False, None, 0, True
+            self.is_known_absent, self.is_doubtful = True, False
             self.attempts_of_code = 0
             self.doubted()
         self.state = body.get("step_state", self.state)
@@ -293,7 +311,9 @@ class History:
         self.result_digest = ""
         self.cause: bytes | None = None
         self.honoured = 0
-        """The id of the last request that became an entry."""
+        """The id up to which every request has become an entry."""
+        self.answered: set[int] = set()
+        """The ids of those behind it that have."""
         self.positions: dict[str, StepHistory] = {}
         self.values: dict[str, tuple[dict[str, Any], bytes | None]] = {}
         self.missed: dict[str, Missed] = {}
@@ -392,11 +412,14 @@ class History:
         if ok == "completed":
             if "signal" in body:
                 self._taken(body["signal"])
-        elif ok == "cancelled" or "ambiguous" in body:
-            if step.effect != "READ" and "undispatched" not in body and "retry_at" not in body:
-                self.doubts[step.tool, step.input] = step
         elif "signal" in body:
             self._taken(body["signal"])
+        elif (
+            (step.is_doubtful or (step.has_receipt and "unproven" in body))
+            and step.effect != "READ"
+            and not ("undispatched" in body or "retry_at" in body)
+        ):
+            self.doubts[step.tool, step.input] = step
         if ok == "failed":
             if not self.pipeline:  # its steps stand in no order: nothing follows a failure there
                 self.trailing[position] = step
@@ -446,7 +469,11 @@ class History:
             known.marked(row, body)
         elif kind == "missed":
             self.missed[position or ""] = Missed(row, body)
-        self.honoured = body.get("request", self.honoured)
+        if "request" in body:
+            self.answered.add(body["request"])
+            while self.honoured + 1 in self.answered:
+                self.honoured += 1
+                self.answered.discard(self.honoured)
 
     def _undoubted(self, step: StepHistory) -> None:
         """How this step stands is being found out, or said: no other call has to continue it."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import takewhile
-
 from agent_run_ledger.contract import Request
 from agent_run_ledger.engine.history import History, StepHistory
 from agent_run_ledger.engine.log import Draft, Sealed
@@ -86,8 +84,6 @@ class LiveRun:
         """The order in which outcomes are handed out, where calls run side by side in an event loop."""
         self.is_begun = True
         """Whether a program is at work; not while steps are settled before it begins, in whatever order."""
-        self.resting: set[str] = set()
-        """The positions of calls that wait for something outside, and need no owner meanwhile."""
         self.strands: set[object] = set()
         """The tasks and threads in which the program is at work, as far as they are known: each may be about to make a call."""
         self.restart()
@@ -112,7 +108,12 @@ class LiveRun:
     @property
     def sent(self) -> list[Request]:
         """What others have sent and the next append turns into entries, whatever is in flight."""
-        return list(takewhile(lambda request: request.kind in SENT, self.requests))
+        return [request for request in self.requests if request.kind in SENT]
+
+    def unanswered(self, requests: list[Request]) -> list[Request]:
+        """Those of these requests that no entry answers yet."""
+        history = self.history
+        return [each for each in requests if each.id > history.honoured and each.id not in history.answered]
 
     @property
     def is_cancelled(self) -> bool:
@@ -138,6 +139,8 @@ class LiveRun:
         self.turns = None
         self.is_suspended = False
         """Whether its program has been told to end, to be begun anew when what it waits for has come: it does nothing more."""
+        self.resting: set[str] = set()
+        """The positions of calls that wait for something outside, and need no owner meanwhile."""
         self.settled: set[str] = set()
         """The positions of steps that were settled just before the program began: it is told how they failed, if they did."""
         self.leaving: str | None = None
@@ -334,4 +337,4 @@ class LiveRun:
             if self.interrupted and (row.kind == "missed" or body.get("ok") == "cancelled"):
                 self.interrupted.pop(position, None)
         if self.requests:
-            self.requests = [request for request in self.requests if request.id > history.honoured]
+            self.requests = self.unanswered(self.requests)

@@ -85,7 +85,7 @@ def plan_recovery(
 def _failed(step: StepHistory, declared: Declaration, receipt: Receipt | None, now: float) -> Action:
     """A failure that was not acted upon is tried again, unless it may have taken effect and a second dispatch could do harm."""
     assert step.outcome is not None
-    if step.outcome.is_open:
+    if step.is_open:
         action = in_doubt(step, declared, receipt, now)
         if action.kind not in ("dispatch", "dispatch_undeclared"):
             return action

@@ -15,18 +15,16 @@ from agent_run_ledger.errors import IllegalTransition, InvalidArguments
 from agent_run_ledger.model import Event, RunState, StepState
 from agent_run_ledger.rules import canonical
 
-REQUESTS = frozenset({"cancel", "signal", "approval", "resolve", "release"})
-"""What this version knows how to answer."""
-
 
 def honour(run: LiveRun, request: Request, before: list[Draft]) -> list[Draft]:
     """The entries that answer a request of somebody else, behind those that go `before` them into the same append.
 
     None where what it is about is just being written down: it is answered next time.
     """
-    said = canonical.decode(request.payload)
     try:
-        drafts = _DO[request.kind](run, said, request.who, request.at)
+        if request.kind not in _DO:  # a newer version may have posted it: whoever asked reads that it was not done
+            raise InvalidArguments(f"this version does not know what {request.kind!r} asks for")
+        drafts = _DO[request.kind](run, canonical.decode(request.payload), request.who, request.at)
         if request.kind == "resolve" and any(draft.position == drafts[0].position for draft in before):
             return []
     except (IllegalTransition, InvalidArguments) as refusal:
@@ -36,22 +34,24 @@ def honour(run: LiveRun, request: Request, before: list[Draft]) -> list[Draft]:
     return drafts
 
 
-def act(run: LiveRun, kind: str, said: dict[str, Any], who: str) -> Flow[bool]:
+def act(run: LiveRun, kind: str, said: dict[str, Any], who: str, *, keeps: bool) -> Flow[bool]:
     """Do what is asked, by the run's own owner. False while a step is in flight: its outcome is written first.
 
-    Raises `IllegalTransition` where the run, or the step, is not in a state for it.
+    Its program `keeps` the run where it is at work in this very ledger. Raises `IllegalTransition` where the run, or the step, is not in a
+    state for it.
     """
     try:
         done = yield Commit(run, partial(_act, kind, said, who))
     except (IllegalTransition, InvalidArguments):
-        yield GiveBack(run)
+        if not keeps:
+            yield GiveBack(run)
         raise
-    if done:
+    if done and not keeps:
         yield GiveBack(run)
     return bool(done)
 
 
-def answer(run: LiveRun, *, keeps: bool = False) -> Flow[None]:
+def answer(run: LiveRun, *, keeps: bool) -> Flow[None]:
     """Answer what others have asked, if that can be done now, and let go of the run unless its program `keeps` it."""
     yield Commit(run, _nothing)
     if not keeps:

@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 
-VARIABLE = "AGENT_RUN_LEDGER_MIN_FREE"
-"""The environment variable that says how many bytes are to be free where the program does not say it."""
 _LOOK_SECONDS = 1.0
+
+
+def free_bytes(folder: str) -> int | None:
+    """Bytes that this user may still write in a folder; None where nobody can tell."""
+    with suppress(OSError):  # what is wrong with the folder the store says
+        disk = os.statvfs(folder)
+        if disk.f_blocks:  # what is no real disk says nothing
+            return disk.f_bavail * disk.f_frsize
+    return None
 
 
 class Room:
@@ -30,11 +38,7 @@ class Room:
         return self._lack
 
     def _look(self) -> str | None:
-        try:
-            found = os.statvfs(self.folder)
-        except OSError:  # what is wrong with the folder the store says
-            return None
-        free = found.f_bavail * found.f_frsize
-        if free >= self.min_free:
+        free = free_bytes(self.folder)
+        if free is None or free >= self.min_free:
             return None
         return f"the disk of {self.folder!r} has {free} bytes free, and at least {self.min_free} are asked for"

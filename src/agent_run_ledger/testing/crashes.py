@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+from agent_run_ledger.drivers.context import refuse_in_an_event_loop
 from agent_run_ledger.errors import InvalidArguments
-from agent_run_ledger.preflight import refuse_in_an_event_loop
 from agent_run_ledger.stores.memory import MemoryStore
 from agent_run_ledger.testing.clock import SkippingClock
 from agent_run_ledger.testing.flows import Flow, flow_of, live

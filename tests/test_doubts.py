@@ -1,0 +1,303 @@
+"""A doubt is a step's, not an attempt's: no later failure disproves that an earlier attempt took effect."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agent_run_ledger import (
+    AgentRunLedger,
+    Effect,
+    IllegalTransition,
+    InvalidArguments,
+    LeaseLost,
+    Receipt,
+    RetryPolicy,
+    RunClosed,
+    RunOwned,
+    StepFailed,
+    StepInDoubt,
+    StoreFull,
+    current_run,
+    current_step,
+)
+from support.ledgers import RUN, Bench, Died, never, program, raising
+
+
+class TooMany(Exception):
+    """A receiver that says no for now."""
+
+    status_code = 429
+
+
+class Keys:
+    """A tool that fails in one way after the other, and then returns; the keys it was called with."""
+
+    def __init__(self, *answers: Any) -> None:
+        self.answers = list(answers)
+        self.seen: list[str] = []
+
+    def __call__(self, amount: int) -> Any:
+        self.seen.append(current_step().idempotency_key)
+        answer = self.answers.pop(0)
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
+
+
+def test_a_second_try_behind_a_timeout_and_a_refusal_has_the_first_key(bench: Bench) -> None:
+    tool, options = Keys(TimeoutError(), TooMany(), "paid"), {"effect": Effect.IDEMPOTENT}
+    retry = RetryPolicy(max_attempts=2, base=0.0)
+    ledger = program(bench)
+    with pytest.raises(StepFailed, match="TooMany"):
+        ledger.execute_step(RUN, "pay", {"amount": 5}, tool, retry=retry, **options)  # type: ignore[arg-type]
+    more = RetryPolicy(max_attempts=3, base=0.0)
+    assert ledger.execute_step(RUN, "pay", {"amount": 5}, tool, retry=more, **options) == "paid"  # type: ignore[arg-type]
+    assert len(set(tool.seen)) == 1
+
+
+def test_a_second_try_behind_a_crash_and_a_refusal_has_the_first_key(bench: Bench) -> None:
+    tool = Keys(Died(), TooMany(), "paid")
+    with pytest.raises(Died):
+        program(bench).execute_step(RUN, "pay", {"amount": 5}, tool, effect=Effect.IDEMPOTENT)
+    bench.owners_die()
+    ledger = program(bench)
+    with pytest.raises(StepFailed, match="TooMany"):
+        ledger.execute_step(RUN, "pay", {"amount": 5}, tool, effect=Effect.IDEMPOTENT)
+    assert ledger.execute_step(RUN, "pay", {"amount": 5}, tool, effect=Effect.IDEMPOTENT) == "paid"
+    assert len(set(tool.seen)) == 1
+
+
+def test_a_refusal_alone_leaves_no_doubt_and_a_second_try_is_another_call(bench: Bench) -> None:
+    tool = Keys(TooMany(), "paid")
+    ledger = program(bench)
+    with pytest.raises(StepFailed):
+        ledger.execute_step(RUN, "pay", {"amount": 5}, tool, effect=Effect.IDEMPOTENT)
+    assert ledger.execute_step(RUN, "pay", {"amount": 5}, tool, effect=Effect.IDEMPOTENT) == "paid"
+    assert len(set(tool.seen)) == 2
+
+
+def test_a_retry_past_the_key_window_is_not_sent_whatever_the_last_error_said(bench: Bench) -> None:
+    tool = Keys(TimeoutError(), TooMany())
+    retry = RetryPolicy(max_attempts=5, base=100.0, cap=100.0, jitter="decorrelated")
+    with pytest.raises(StepInDoubt, match="forgotten"):
+        program(bench).execute_step(
+            RUN, "pay", {"amount": 5}, tool, effect=Effect.IDEMPOTENT, retry=retry, key_window=150.0
+        )
+    assert len(tool.seen) == 2
+
+
+@pytest.mark.parametrize("error", [ValueError("cannot read the answer"), RuntimeError("500")])
+def test_a_second_try_of_a_mutation_that_failed_without_proof_is_asked_for_first(
+    bench: Bench, error: Exception
+) -> None:
+    tool = Keys(error)
+    asked: list[str] = []
+
+    def receipt(key: str, arguments: dict[str, Any]) -> Receipt:
+        asked.append(key)
+        return Receipt.found("paid")
+
+    ledger = program(bench)
+    with pytest.raises(StepFailed):
+        ledger.execute_step(RUN, "pay", {"amount": 5}, tool, receipt=receipt)
+    assert ledger.execute_step(RUN, "pay", {"amount": 5}, tool, receipt=receipt) == "paid"
+    assert asked == tool.seen
+
+
+def test_taking_over_a_doubt_is_no_attempt(bench: Bench) -> None:
+    answers = [Receipt.absent(), Receipt.absent()]
+    tool = Keys(KeyboardInterrupt(), "paid")
+    ledger, options = program(bench), {"receipt": lambda key, arguments: answers.pop(0)}
+    retry = RetryPolicy(max_attempts=2, base=0.0)
+    with pytest.raises(KeyboardInterrupt):
+        ledger.execute_step(RUN, "pay", {"amount": 5}, tool, retry=retry, **options)  # type: ignore[arg-type]
+    assert ledger.execute_step(RUN, "pay", {"amount": 5}, tool, retry=retry, **options) == "paid"  # type: ignore[arg-type]
+    assert len(tool.seen) == 2
+
+
+# --- what a receipt may do --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_what_a_receipt_calls_is_no_step_of_the_run(bench: Bench, is_async: bool) -> None:
+    ledger = bench.open()
+    looked: list[str] = []
+
+    @ledger.tool(effect=Effect.READ)
+    def look(key: str) -> str:
+        looked.append(key)
+        return "seen"
+
+    def receipt(key: str, arguments: dict[str, Any]) -> Receipt:
+        assert current_step().idempotency_key == key
+        return Receipt.found(look(key))
+
+    async def areceipt(key: str, arguments: dict[str, Any]) -> Receipt:
+        await asyncio.sleep(0)
+        return receipt(key, arguments)
+
+    if is_async:
+
+        @ledger.tool(receipt=areceipt)
+        async def pay() -> str:
+            raise TimeoutError
+
+        @ledger.agent()
+        async def agent() -> list[str]:
+            return [await pay(), look("again")]
+    else:
+
+        @ledger.tool(receipt=receipt)
+        def pay() -> str:
+            raise TimeoutError
+
+        @ledger.agent()
+        def agent() -> list[str]:
+            return [pay(), look("again")]
+
+    assert ledger.run(agent, run_id=RUN) == ["seen", "seen"]
+    assert [step.tool_name for step in ledger.steps(RUN)] == ["pay", "look"]
+
+
+def test_a_run_that_was_taken_over_while_its_receiver_was_asked_is_not_written_to(bench: Bench) -> None:
+    ledger, other = program(bench), bench.open()
+
+    def receipt(key: str, arguments: dict[str, Any]) -> Receipt:
+        bench.clock.sleep(1000.0)
+        other.resolve(RUN, 1, output="theirs", by="ann")
+        return Receipt.absent()
+
+    with pytest.raises((LeaseLost, RunOwned)):
+        ledger.execute_step(RUN, "pay", {}, raising(TimeoutError()), receipt=receipt)
+    assert other.steps(RUN)[0].output_json == '"theirs"'
+    assert ledger.execute_step(RUN, "pay", {}, never, receipt=receipt) == "theirs"
+    assert other.verify().findings == []
+
+
+# --- what is sent, beside what waits ----------------------------------------------------------------------------------
+
+
+def test_a_signal_is_not_held_up_by_what_waits_for_a_step_in_flight(tmp_path: Path) -> None:
+    path, going = tmp_path / "agent.db", threading.Event()
+    taken: list[Any] = []
+    with AgentRunLedger(path, durability="process") as ledger, AgentRunLedger(path, durability="process") as other:
+        is_slow = threading.Event()
+
+        @ledger.tool(effect=Effect.READ)
+        def slow() -> int:
+            is_slow.set()
+            assert going.wait(30)
+            return 1
+
+        def waits() -> Any:
+            taken.append(current_run().wait_for("word", timeout=30))
+            going.set()
+            return taken[0]
+
+        @ledger.agent()
+        def agent() -> Any:
+            return current_run().gather(slow, waits)
+
+        program = threading.Thread(target=lambda: taken.append(ledger.run(agent, run_id="run")))
+        program.start()
+        assert is_slow.wait(30)
+        other.release("run", by="ann")  # is to be declined, once nothing is in flight
+        other.signal("run", "word", "go")
+        program.join(30)
+        assert not program.is_alive()
+        assert taken == ["go", [1, "go"]]
+        events = [line.event for line in other.trace("run")]
+        assert events.index("signal") < events.index("declined")
+        assert other.verify().findings == []
+
+
+def test_what_a_newer_version_asks_is_declined_and_holds_nothing_up(bench: Bench) -> None:
+    ledger = program(bench)
+    ledger._store.post(RUN, "dance", b'{"how":"well"}', "ann", 1.0)
+    ledger._store.post(RUN, "cancel", b'{"by":"ann","reason":"enough"}', "ann", 2.0)
+    ledger.execute_step(RUN, "t", {}, lambda: 1)
+    with pytest.raises(RunClosed, match="CANCELLED"):
+        ledger.execute_step(RUN, "t", {}, never)
+    assert [line.event for line in ledger.trace(RUN)][-2:] == ["declined", "cancelled"]
+    assert ledger.verify().findings == []
+
+
+def test_a_refused_act_does_not_take_the_run_from_its_program(bench: Bench) -> None:
+    ledger = bench.open()
+    with ledger.open_run("goal", RUN) as run:
+        run.step("t", {}, lambda: 1)
+        with pytest.raises(IllegalTransition):
+            ledger.release(RUN)
+        assert ledger.get_run(RUN).owner is not None
+        with pytest.raises(RunOwned):
+            bench.open().create_run("goal", RUN)
+
+
+def test_recover_in_an_event_loop_says_that_it_cannot(bench: Bench) -> None:
+    ledger = bench.open()
+
+    @ledger.agent()
+    async def agent() -> None: ...
+
+    async def main() -> None:
+        with pytest.raises(InvalidArguments, match="event loop"):
+            ledger.recover()
+
+    asyncio.run(main())
+
+
+# --- room -------------------------------------------------------------------------------------------------------------
+
+
+class Disk:
+    """What the system says of a disk, as a test wants it."""
+
+    f_blocks, f_frsize = 1000, 1
+
+    def __init__(self, free: int) -> None:
+        self.f_bavail = free
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_below_the_limit_nothing_new_is_dispatched_and_what_runs_is_written_down(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_async: bool
+) -> None:
+    disk = Disk(1000)
+    monkeypatch.setattr(os, "statvfs", lambda folder: disk)
+    with Bench("sqlite", tmp_path) as bench:
+        ledger = bench.open(min_free_bytes=500)
+
+        def fills() -> str:
+            disk.f_bavail = 10
+            bench.clock.sleep(2.0)
+            return "filled"
+
+        if is_async:
+
+            @ledger.agent()
+            async def agent() -> list[Any]:
+                run = current_run()
+                return [await run.step("fills", {}, fills), await run.step("next", {}, lambda: 2)]
+        else:
+
+            @ledger.agent()
+            def agent() -> list[Any]:
+                run = current_run()
+                return [run.step("fills", {}, fills), run.step("next", {}, lambda: 2)]
+
+        with pytest.raises(StoreFull, match="10 bytes free"):
+            ledger.run(agent, run_id=RUN)
+        assert [step.state for step in ledger.steps(RUN)] == ["COMPLETED"]
+        bench.clock.sleep(2.0)
+        with pytest.raises(StoreFull):
+            ledger.run(agent, run_id=RUN)
+        disk.f_bavail = 1000
+        bench.clock.sleep(2.0)
+        assert ledger.run(agent, run_id=RUN) == ["filled", 2]
+        assert ledger.verify().findings == []
