@@ -12,6 +12,8 @@ import pytest
 
 from agent_run_ledger import (
     AgentRunLedger,
+    ApprovalMismatch,
+    BudgetExceededException,
     Effect,
     IllegalTransition,
     InvalidArguments,
@@ -300,3 +302,151 @@ def test_below_the_limit_nothing_new_is_dispatched_and_what_runs_is_written_down
         bench.clock.sleep(2.0)
         assert ledger.run(agent, run_id=RUN) == ["filled", 2]
         assert ledger.verify().findings == []
+
+
+# --- what a reader sees -----------------------------------------------------------------------------------------------
+
+
+def test_a_run_parked_beside_a_call_that_died_with_its_process_is_blocked_and_says_why(bench: Bench) -> None:
+    async def hangs() -> None:
+        await asyncio.Event().wait()
+
+    async def dies() -> None:
+        await asyncio.sleep(0.01)
+        raise Died
+
+    def start(first: Any, second: Any) -> None:
+        ledger = bench.open()
+
+        @ledger.agent()
+        async def agent() -> Any:
+            run = current_run()
+            asked = run.step("ask", {}, first, kind="model")
+            return await asyncio.gather(asked, run.step("pay", {}, second, effect=Effect.MUTATE))
+
+        ledger.run(agent, run_id=RUN)
+
+    with pytest.raises(Died):
+        start(hangs, dies)
+    bench.owners_die()
+    with pytest.raises(StepInDoubt):
+        start(hangs, dies)
+    record = bench.open().get_run(RUN)
+    assert record.status == "BLOCKED"
+    assert "'pay'" in (record.cause or "")
+    assert bench.open().verify().findings == []
+
+
+def test_a_signal_does_not_hide_why_a_run_was_parked(bench: Bench) -> None:
+    ledger = bench.open()
+    for _ in range(2):
+        with pytest.raises(KeyError), ledger.open_run("goal", RUN) as run:
+            run.step("t", {}, lambda: 1)
+            raise KeyError("no such invoice")
+        ledger.signal(RUN, "word")
+    ledger.create_run("goal", RUN)
+    ledger.detach(RUN)
+    assert ledger.get_run(RUN).cause == "KeyError: 'no such invoice'"
+
+
+def test_a_signal_whose_wait_was_interrupted_is_for_the_next_wait(tmp_path: Path) -> None:
+    with AgentRunLedger(tmp_path / "agent.db", durability="process") as ledger:
+
+        @ledger.agent()
+        async def agent() -> list[int]:
+            run, got, patience = current_run(), [], 0.0
+            while len(got) < 20:
+                try:
+                    got.append(await asyncio.wait_for(run.wait_for("word"), patience))
+                    patience = 0.0
+                except TimeoutError:
+                    patience += 0.004
+            return got
+
+        def sends() -> None:
+            for number in range(20):
+                ledger.signal("run", "word", number)
+
+        sending = threading.Timer(0.05, sends)
+        sending.start()
+        got = ledger.run(agent, run_id="run")
+        sending.join()
+        assert got == list(range(20))
+        assert ledger.verify().findings == []
+
+
+def test_a_redriven_run_finds_the_signals_that_nobody_took(bench: Bench) -> None:
+    ledger = bench.open(max_steps=1)
+
+    @ledger.agent()
+    def agent() -> Any:
+        run = current_run()
+        run.step("t", {}, lambda: ledger.signal(run.run_id, "paid", "yes"), effect=Effect.READ)
+        return run.wait_for("paid", timeout=5)
+
+    with pytest.raises(BudgetExceededException):
+        ledger.run(agent, run_id=RUN)
+    new = ledger.redrive(RUN, max_steps=10)
+    assert ledger.run(agent, run_id=new) == "yes"
+    assert ledger.verify().findings == []
+
+
+def test_a_run_whose_step_is_in_flight_is_not_forked_behind_it(bench: Bench) -> None:
+    ledger, other = program(bench), bench.open()
+
+    def forks() -> str:
+        with pytest.raises(IllegalTransition, match="in flight"):
+            other.fork(RUN, 2)
+        assert other.steps(other.fork(RUN, 1)) == []
+        return "done"
+
+    assert ledger.execute_step(RUN, "t", {}, forks) == "done"
+
+
+def test_an_answer_to_one_request_is_none_to_a_later_equal_one(bench: Bench) -> None:
+    ledger, other = bench.open(), bench.open()
+    told: list[Any] = []
+    asked: list[Any] = []
+
+    @ledger.agent()
+    def agent() -> list[str]:
+        run = current_run()
+        return [run.approve("pay", {"amount": 5}, timeout=5).by for _ in range(2)]
+
+    def sleep(seconds: float) -> None:
+        requests = other.approvals(RUN)
+        if requests and not told:
+            told.append(requests[0])
+            other.approve(RUN, "pay", requests[0].digest, position=requests[0].position, by="ann")
+        elif requests and requests[0].position != told[0].position and not asked:
+            asked.append(requests[0])
+            with pytest.raises(ApprovalMismatch):  # a second click on the first
+                other.approve(RUN, "pay", told[0].digest, position=told[0].position, by="ann")
+            other.approve(RUN, "pay", requests[0].digest, position=requests[0].position, by="bob")
+        moves(seconds)
+
+    moves, bench.clock.sleep = bench.clock.sleep, sleep  # type: ignore[method-assign]
+    assert ledger.run(agent, run_id=RUN) == ["ann", "bob"]
+
+
+def test_an_agent_that_ends_with_more_than_an_exception_stops_no_other_run(bench: Bench) -> None:
+    class Odd(BaseException):
+        """Nobody expects it."""
+
+    ledger = bench.open()
+
+    @ledger.agent()
+    def agent(kind: str) -> str:
+        if kind != "good":
+            raise {"odd": Odd, "exit": SystemExit, "closed": GeneratorExit}[kind]
+        return kind
+
+    for number, kind in enumerate(("odd", "exit", "closed", "good")):
+        draft = agent.registered.created({"kind": kind}, 10_000, None)  # type: ignore[attr-defined]
+        run = ledger._leases.create(f"run {number}", [draft])
+        assert run is not None
+        ledger._leases.give_back(run)
+    for _ in range(2):  # it may be meant for whoever recovers; the next time its run comes last
+        with pytest.raises(SystemExit):
+            ledger.recover()
+    assert [run.status for run in ledger.runs()] == ["BLOCKED", "BLOCKED", "BLOCKED", "COMPLETED"]

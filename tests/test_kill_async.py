@@ -129,7 +129,7 @@ def judge(story: Story, result: Any) -> bool:
     states = {step: state for step, _, state in after["runs"][RUN]["steps"]}
     assert states.pop("pay") == "BLOCKED"
     assert states.pop("slow", "FAILED") == "FAILED"
-    assert set(states.values()) == {"COMPLETED"}, "what stands beside it goes on"
+    assert set(states.values()) <= {"COMPLETED", "RUNNING"}, "what only reads is left to a program that may begin"
     calls = len(witness.notes("call"))
     assert story.live() == 0  # and it stays so, however often the program is run
     assert witness.notes("after")[-1]["error"] == "StepInDoubt"

@@ -297,6 +297,12 @@ class Ledger(Operator):
         if record.is_damaged:
             rows = [row for page in reading.pages(self._store, record.run_id) for row in page]
             record.status = str(damage.last_state(rows))
+        elif (
+            record.cause is None and record.status == RunState.BLOCKED and summary.last.kind not in ("waiting", "asked")
+        ):
+            # something came in since it was parked: a signal, or the outcome of a step beside the one in doubt
+            with suppress(StoreCorrupt):
+                record.cause = reading.read(self._store, record.run_id).cause_text
         return record
 
     def _summary(self, run_id: str) -> Summary:
@@ -534,7 +540,7 @@ class AgentRunLedger(Ledger):
         try:
             if known and run.history.is_in_doubt and not run.history.state.is_terminal:
                 with suppress(StepInDoubt, RunClosed):
-                    settle(self, run, known)
+                    settle(self, run, known, reads=True)
                 self._leases.await_claim(run, None)
             with run.lock:
                 run.restart()
@@ -546,8 +552,8 @@ class AgentRunLedger(Ledger):
     def recover(self) -> list[str]:
         """Go on with every run of a registered agent that nobody works on, and return the ids of those that ended.
 
-        Steps in doubt of registered tools are settled first, from what is stored and as their effects say, without a call of agent
-        code or of a model; then the agent is begun, replays, and goes on. It sweeps until nothing more can be done here: runs that
+        Steps in doubt of registered tools that may have changed something are settled first, from what is stored and as their effects
+        say, without a call of agent code or of a model; then the agent is begun, replays, and goes on. It sweeps until nothing more can be done here: runs that
         wait for a time, a signal or a person are left waiting, parked ones with their cause, those of others to them.
         """
         from agent_run_ledger.recover import recover

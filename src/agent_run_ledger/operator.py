@@ -60,6 +60,7 @@ class Operator:
         def _run(self, run_id: str) -> HeldRun: ...
         def get_run(self, run_id: str) -> RunRecord: ...
         def runs(self, status: str | None = None) -> list[RunRecord]: ...
+        def _is_seen(self, owner: str | None) -> bool: ...
 
     # --- acts ---------------------------------------------------------------------------------------------------------
 
@@ -88,6 +89,8 @@ class Operator:
         """
         if type(step_number) is not int:
             raise InvalidArguments(f"step_number is a whole number, not {step_number!r}; nothing was written")
+        if type(executed) is not bool:
+            raise InvalidArguments(f"executed is True or False, not {executed!r}; nothing was written")
         if executed is (output is _UNSAID):
             wanted = "output=, which may be None" if executed else "no output="
             raise InvalidArguments(f"resolve(executed={executed}) takes {wanted}; nothing was written")
@@ -114,16 +117,21 @@ class Operator:
         found = [self._asked_for(history, step) for history, step in self._unanswered(ids)]
         return sorted(found, key=lambda request: request.asked_at)
 
-    def approve(self, run_id: str, name: str, digest: str, *, by: str = "", reason: str = "") -> None:
+    def approve(
+        self, run_id: str, name: str, digest: str, *, position: str | None = None, by: str = "", reason: str = ""
+    ) -> None:
         """Approve what the run asks approval for under this name: those very bytes, which `digest` names (`approvals` shows it).
 
-        Raises `ApprovalMismatch` where the run asks for no such thing, or does not any more.
+        With the request's `position` it is an answer to that very request, and not to a later one for equal arguments. Raises
+        `ApprovalMismatch` where the run asks for no such thing, or does not any more.
         """
-        self._answer(run_id, name, digest, True, by, reason)
+        self._answer(run_id, name, digest, position, True, by, reason)
 
-    def deny(self, run_id: str, name: str, digest: str, *, by: str = "", reason: str = "") -> None:
+    def deny(
+        self, run_id: str, name: str, digest: str, *, position: str | None = None, by: str = "", reason: str = ""
+    ) -> None:
         """Say no to what the run asks approval for: its program gets `ApprovalDenied`. Raises as `approve` does."""
-        self._answer(run_id, name, digest, False, by, reason)
+        self._answer(run_id, name, digest, position, False, by, reason)
 
     def redrive(
         self,
@@ -158,6 +166,13 @@ class Operator:
             raise InvalidArguments(
                 f"from_step is a number from 1 to {history.steps + 1}, for run {run_id!r} has {history.steps} steps; not {from_step!r}"
             )
+        head = self._store.head(run_id)
+        going = [step for step in history.positions.values() if step.outcome is None and step.waits is None]
+        is_going = head is not None and head.owner is not None and any(step.number < from_step for step in going)
+        if (
+            is_going and head is not None and self._is_seen(head.owner)
+        ):  # the fork would find it in doubt, and it is not
+            raise IllegalTransition(history.state, f"FORK behind step {going[0].number}, which is in flight", run_id)
         return self._fork(history, from_step, None, None, new_run_id, by, reason)
 
     # --- looking ------------------------------------------------------------------------------------------------------
@@ -234,18 +249,24 @@ class Operator:
             raise IllegalTransition(state, kind.upper(), run_id)
         self._store.post(run_id, kind, canonical.encode({**said, "by": who}), who, self._clock.now())
 
-    def _answer(self, run_id: str, name: str, digest: str, approved: bool, by: str, reason: str) -> None:
+    def _answer(
+        self, run_id: str, name: str, digest: str, position: str | None, approved: bool, by: str, reason: str
+    ) -> None:
         self.get_run(run_id)
         now = self._clock.now()
         asked = [
-            step for _, step in self._unanswered([run_id]) if step.digest is not None and step.digest.hex() == digest
+            step
+            for _, step in self._unanswered([run_id])
+            if step.digest is not None and step.digest.hex() == digest and position in (None, step.position)
         ]
         if not any(self._name(run_id, step) == name and (step.until is None or now < step.until) for step in asked):
             raise ApprovalMismatch(
-                f"run {run_id!r} does not ask anybody to approve {name!r} with the digest {digest!r}, or does not any more; nothing was "
-                "written. `approvals` shows what is asked for."
+                f"run {run_id!r} does not ask anybody to approve {str(name)[:100]!r} with the digest {str(digest)[:100]!r}, or does not any "
+                "more; nothing was written. `approvals` shows what is asked for."
             )
         said = {"name": name, "digest": digest, "approved": approved, "reason": _reason(reason)}
+        if position is not None:
+            said["position"] = position
         self._send(run_id, "approval", said, by)
 
     def _unanswered(self, ids: list[str]) -> Iterator[tuple[History, StepHistory]]:

@@ -29,7 +29,7 @@ def recover(ledger: AgentRunLedger, agents: Mapping[str, Agent]) -> list[str]:
     tried: set[str] = set()  # the runs of which nothing more can be done here
     while True:
         has_gone_on = False
-        for summary in ledger._store.summaries():
+        for summary in sorted(ledger._store.summaries(), key=_trouble):
             run_id = summary.head.run_id
             agent = _program_of(summary, agents)
             if agent is None or run_id in tried or _rests(ledger, summary, agents):
@@ -43,6 +43,18 @@ def recover(ledger: AgentRunLedger, agents: Mapping[str, Agent]) -> list[str]:
             has_gone_on = has_gone_on or result != "owned"
         if not has_gone_on:
             return ended
+
+
+def _trouble(summary: Summary) -> tuple[bool, int]:
+    """What makes a run wait for the others: that it was parked, and how often it was begun without a word since its last entry.
+
+    A program that ends its process stops all that comes behind it, so it comes last.
+    """
+    try:
+        silent_starts = summary.head.token - parse(summary.last.body)["token"]
+    except (ValueError, LookupError, TypeError):
+        silent_starts = 0
+    return summary.last.kind == "parked", silent_starts
 
 
 def _program_of(summary: Summary, agents: Mapping[str, Agent]) -> Agent | None:
@@ -110,9 +122,9 @@ def _go_on(ledger: AgentRunLedger, agent: Agent, run_id: str) -> str:
             return "owned"
     except StoreCorrupt:  # this run: what is wrong with it is for `verify` to say
         return "parked"
-    except StoreError:
+    except (StoreError, KeyboardInterrupt, SystemExit):  # the last two may be meant for whoever recovers
         raise
-    except Exception:
+    except BaseException:
         pass
     last = ledger._summary(run_id).last
     body = parse(last.body)

@@ -11,6 +11,7 @@ from agent_run_ledger.engine.call import Call
 from agent_run_ledger.engine.effects import Result
 from agent_run_ledger.engine.steps import step
 from agent_run_ledger.errors import StepInDoubt
+from agent_run_ledger.model import Effect
 from agent_run_ledger.rules import canonical
 
 if TYPE_CHECKING:
@@ -19,13 +20,14 @@ if TYPE_CHECKING:
     from agent_run_ledger.ledger import Ledger
 
 
-def settle(ledger: Ledger, held: HeldRun, tools: Mapping[str, Tool]) -> None:
+def settle(ledger: Ledger, held: HeldRun, tools: Mapping[str, Tool], *, reads: bool = False) -> None:
     """Settle the in-doubt steps of these tools, each as its effect says, with the stored arguments and the stored key.
 
+    What has no side effect is left to the program, which may have given up on it, unless `reads`: where there is none to come back to it.
     A failure is recorded, and its program will hear of it. Raises `StepInDoubt` where a step cannot be settled, when the others are.
     """
     with _before_its_program(ledger, held) as doubts:
-        for call in _calls(ledger, held, tools):
+        for call in _calls(ledger, held, tools, reads=reads):
             with _settling(held, call, doubts):
                 if call.is_async:
                     ledger._asynchronous.run(partial(ledger._asynchronous.obey, step(held, call), call))
@@ -46,17 +48,20 @@ async def asettle(ledger: Ledger, held: HeldRun, tools: Mapping[str, Tool]) -> N
             errors.append(result.error)
 
     with _before_its_program(ledger, held) as doubts:
-        waiting = list(_calls(ledger, held, tools))
+        waiting = list(_calls(ledger, held, tools, reads=False))
         await ledger._asynchronous.side_by_side(lambda: [waiting.pop(0) for _ in list(waiting)], one, ended)
         if errors:
             raise errors[0]
 
 
-def _calls(ledger: Ledger, held: HeldRun, tools: Mapping[str, Tool]) -> Iterator[Call]:
+def _calls(ledger: Ledger, held: HeldRun, tools: Mapping[str, Tool], *, reads: bool) -> Iterator[Call]:
     """What has to be settled, in log order, as calls that nobody waits for."""
     for recorded in list(held.history.positions.values()):
         tool = tools.get(recorded.tool)
         if recorded.outcome is not None or recorded.waits is not None or tool is None or tool.options.kind == "model":
+            continue
+        effect = tool.options.effect or recorded.declared
+        if effect is Effect.READ and not reads:
             continue
         stored = recorded.arguments
         if stored is None and recorded.digest is not None:
@@ -64,7 +69,7 @@ def _calls(ledger: Ledger, held: HeldRun, tools: Mapping[str, Tool]) -> Iterator
         if stored is None:
             continue  # erased: its program may still know them
         options = tool.options._replace(
-            effect=tool.options.effect or recorded.declared,
+            effect=effect,
             key_window=tool.options.key_window or recorded.key_window,
         )
         call = tool.call(canonical.decode(stored), options, ledger._payload_limit)

@@ -238,7 +238,9 @@ def _decide(given: argparse.Namespace, verb: str) -> int:
     act = Act(
         f"{verb} {name!r} of run {run_id!r}, with exactly these arguments",
         seen,
-        lambda opened: getattr(opened, verb)(run_id, name, digest, by=given.by, reason=given.reason),
+        lambda opened: getattr(opened, verb)(
+            run_id, name, digest, position=request.position, by=given.by, reason=given.reason
+        ),
         lambda opened: False,
         "Its program goes on with these arguments." if verb == "approve" else "Its program gets ApprovalDenied.",
         facts={what: value for what, value in facts_of(request) if what not in ("run", "name")},

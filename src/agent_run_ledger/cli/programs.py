@@ -41,7 +41,15 @@ def recover(given: argparse.Namespace) -> int:
     # What the user's code prints must not come between the JSON.
     aside = redirect_stdout(sys.stderr) if given.json else nullcontext()
     with _ended_by_sigterm(), aside, ledger_of(given.module) as ledger:
-        ended = [ledger.get_run(run_id) for run_id in ledger.recover()]
+        try:
+            ended = [ledger.get_run(run_id) for run_id in ledger.recover()]
+        except SystemExit as exit_:
+            if exit_.code == TERMINATED and _is_terminated:
+                raise
+            raise UsageError(
+                f"an agent ended the process with status {exit_.code!r} while its run was recovered: the run is parked, and those behind it were "
+                "not begun. Recover again: parked runs come last"
+            ) from None
         waits = [(record, found) for record in ledger.runs() if (found := waits_of(ledger, record))]
     stuck = {record.run_id for record, found in waits if any(wait.needs_somebody for wait in found)}
     is_well = not stuck and all(record.status == "COMPLETED" for record in ended)
@@ -72,11 +80,16 @@ def recover(given: argparse.Namespace) -> int:
     return OK if is_well else PROBLEM
 
 
+_is_terminated: list[int] = []
+"""Not empty once this process was told to end."""
+
+
 @contextmanager
 def _ended_by_sigterm() -> Iterator[None]:
     """SIGTERM ends the block as Ctrl-C does: the step in flight is left in doubt, and every lease is given back."""
 
     def end(number: int, frame: FrameType | None) -> NoReturn:
+        _is_terminated.append(number)
         sys.exit(TERMINATED)
 
     before = signal.signal(signal.SIGTERM, end)

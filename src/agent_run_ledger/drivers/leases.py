@@ -145,9 +145,7 @@ class Leases:
 
     def moment(self) -> Moment:
         """What a decision is taken by."""
-        return Moment(
-            self._clock.now(), random.random(), None if self.room is None else self.room.lack(self._clock.elapsed())
-        )
+        return Moment(self._clock.now(), random.random(), None if self.room is None else self.room.lack())
 
     def run(self, run_id: str) -> HeldRun:
         """The run in this ledger's memory; not yet claimed, and perhaps not existing."""

@@ -245,7 +245,9 @@ class Audit:
             what = "outcome, to be retried" if row.kind == "outcome" and "retry_at" in body else row.kind
             legal = {reach[event] for event in _EVENTS.get(what, ()) if event in reach}
             if row.kind in PAUSES and row.position is not None:  # the others go on
-                legal = {self.history.stands_as(each, {row.position}) for each in legal}
+                # a first version took what an earlier owner had dispatched for running
+                tokens = (None, body["token"]) if type(body.get("token")) is int else (None,)
+                legal = {self.history.stands_as(each, {row.position}, token) for each in legal for token in tokens}
         if state not in legal:
             after = f"{row.kind!r} after {self.state}"
             self.found(row.seq, "lifecycle", f"{state} does not follow from {after} by the lifecycle table")

@@ -14,7 +14,20 @@ from agent_run_ledger.model import Event
 from agent_run_ledger.rules import canonical
 
 _STEP_KINDS = frozenset({"intent", "waiting", "outcome", "missed", "redispatched_undeclared"})
-_MADE_ANEW = ("run", "seq", "kind", "token", "state", "steps", "refused", "position", "attempt", "payload", "signal")
+_MADE_ANEW = (
+    "run",
+    "seq",
+    "kind",
+    "token",
+    "state",
+    "steps",
+    "refused",
+    "position",
+    "attempt",
+    "payload",
+    "signal",
+    "request",
+)
 
 
 def carried(
@@ -22,13 +35,15 @@ def carried(
 ) -> list[Draft]:
     """The entries of a new run that stands where the run of `history` stood before its step number `before` began.
 
-    `rows` are that run's entries, whole. Steps keep their keys, their times and what they returned; what others did to the run, and
-    where it stood and ended, is left behind. `told` is who makes it and why, `limits` what the new run may do, `name` its id.
+    `rows` are that run's entries, whole. Steps keep their keys, their times and what they returned, and signals that none of them has taken
+    are there to be taken; what else others did to the run, and where it stood and ended, is left behind. `told` is who makes it and why, `limits` what the new run may do, `name` its id.
     Raises `InvalidArguments` where something that has to be carried was erased.
     """
     drafts: list[Draft] = []
     outcomes: list[int] = []
     places: dict[int, int] = {}
+    rows = list(rows)
+    taken = {step.signal.seq for step in history.positions.values() if step.signal is not None and step.number < before}
     until = min((step.seq for step in history.positions.values() if step.number >= before), default=history.size + 1)
     for row in rows:
         body = parse(row.body)
@@ -45,6 +60,7 @@ def carried(
         is_carried = (row.kind in _STEP_KINDS and step is not None and step.number < before) or (
             row.kind in ("value", "missed") and step is None and row.seq < until
         )
+        is_carried = is_carried or (row.kind == "signal" and "of" not in body and row.seq not in taken)
         if not is_carried:
             continue
         fields = {name: value for name, value in body.items() if name not in _MADE_ANEW} | {"carried": True}

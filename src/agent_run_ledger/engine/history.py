@@ -78,11 +78,11 @@ class StepHistory:
     """One step: its first intent, its attempts, and the outcome of the last of them. `outcome` None: in flight or in doubt."""
 
     __slots__ = (
-        "arguments", "ask_at", "attempts", "attempts_of_code", "continues", "created_at", "dependencies", "digest",
-        "earlier", "effect", "environment", "fingerprint", "followed", "has_receipt", "input", "is_absent", "is_asked",
-        "is_carried", "is_doubtful", "is_known_absent", "key", "key_window", "keyed_at", "leaf", "left", "missed",
-        "missed_at", "number", "order", "outcome", "position", "redispatched", "seq", "state", "token", "tool",
-        "unanswered", "until", "version", "wait", "waits",
+        "arguments", "ask_at", "attempts", "attempts_of_code", "cause", "continues", "created_at", "dependencies",
+        "digest", "earlier", "effect", "environment", "fingerprint", "followed", "has_receipt", "input", "is_absent",
+        "is_asked", "is_carried", "is_doubtful", "is_known_absent", "key", "key_window", "keyed_at", "leaf", "left",
+        "missed", "missed_at", "number", "order", "outcome", "position", "redispatched", "seq", "signal", "state",
+        "token", "tool", "unanswered", "until", "version", "wait", "waits",
     )  # fmt: skip
 
     def __init__(self, row: Row, body: dict[str, Any], continued: StepHistory | None) -> None:
@@ -117,6 +117,8 @@ class StepHistory:
         """Whether one of its attempts may have taken effect, for all that is known of them."""
         self.is_known_absent = False
         """Whether its receiver or an operator has said that the last of them did not."""
+        self.signal: Signal | None = None
+        """The signal by which its wait ended."""
         self.waits: str | None = body.get("waits")
         """What it waits for, where it calls nobody: `sleep`, `signal` or `approval`."""
         self.until: float | None = body.get("until")
@@ -130,6 +132,8 @@ class StepHistory:
         """When the receiver, which could not say, is to be asked again."""
         self.is_absent = False
         """Whether an operator has said that it did not take effect."""
+        self.cause: bytes | None = None
+        """Why the run was parked for it."""
         self.followed = False
         self.redispatched = 0
         """The attempt that was made without knowing what a second dispatch does; 0: none was."""
@@ -205,7 +209,7 @@ class StepHistory:
         self.state: str = body["step_state"]
         self.token: int = body["token"]
         self.version = row.seq
-        self.is_asked, self.ask_at, self.unanswered, self.is_absent = False, None, 0, False
+        self.is_asked, self.ask_at, self.unanswered, self.is_absent, self.cause = False, None, 0, False, None
         self.doubted()
 
     def doubted(self) -> None:
@@ -247,7 +251,7 @@ class StepHistory:
                 self.is_known_absent, self.is_doubtful = True, False
             self.wait = body.get("wait", self.wait)
         elif kind == "parked":
-            self.is_asked, self.ask_at = False, None
+            self.is_asked, self.ask_at, self.cause = False, None, row.payload
             self.doubted()
         elif kind == "resolved" and not body["executed"]:
             self.is_asked, self.ask_at, self.unanswered, self.is_absent = False, None, 0, True
@@ -262,10 +266,11 @@ class StepHistory:
 class Signal:
     """Something that was sent to a run by name and that no call has taken yet."""
 
-    __slots__ = ("digest", "has_approved", "payload", "position", "sent", "seq")
+    __slots__ = ("digest", "has_approved", "name", "payload", "position", "sent", "seq")
 
     def __init__(self, row: Row, body: dict[str, Any]) -> None:
         self.seq = row.seq
+        self.name: str = body["name"]
         self.position = row.position
         """For the answer to a request for approval: that of the request."""
         self.sent: float = body["sent"]
@@ -411,9 +416,9 @@ class History:
         ok = body["ok"]
         if ok == "completed":
             if "signal" in body:
-                self._taken(body["signal"])
+                self._taken(step, body["signal"])
         elif "signal" in body:
-            self._taken(body["signal"])
+            self._taken(step, body["signal"])
         elif (
             (step.is_doubtful or (step.has_receipt and "unproven" in body))
             and step.effect != "READ"
@@ -457,7 +462,9 @@ class History:
         if position is not None and (known := self.positions.get(position)) is not None:
             if kind == "missed":
                 known.missed, known.missed_at = _order(row, body), body["at"]
-                if known.may_have_taken_effect:
+                if known.waits is not None:
+                    self._given_back(known)
+                elif known.may_have_taken_effect:
                     self.doubts[known.tool, known.input] = known
                 self.trailing.pop(position, None)
                 self.waiting.discard(position)
@@ -480,13 +487,21 @@ class History:
         if self.doubts.get((step.tool, step.input)) is step:
             del self.doubts[step.tool, step.input]
 
-    def _taken(self, seq: int) -> None:
-        """A call was given this signal."""
+    def _taken(self, step: StepHistory, seq: int) -> None:
+        """A wait is over by this signal."""
         for name, waiting in self.signals.items():
             kept = [signal for signal in waiting if signal.seq != seq]
             if len(kept) < len(waiting):
+                step.signal = next(signal for signal in waiting if signal.seq == seq)
                 self.signals[name] = kept
                 return
+
+    def _given_back(self, step: StepHistory) -> None:
+        """The program was interrupted before it got this signal: it is there for the next wait."""
+        if (signal := step.signal) is not None:
+            step.signal = None
+            waiting = [*self.signals.get(signal.name, ()), signal]
+            self.signals[signal.name] = sorted(waiting, key=lambda each: each.seq)
 
     def _begin_afresh(self, kind: str) -> None:
         """An operator lets the run go on: what stopped it counts from nothing."""
@@ -505,9 +520,15 @@ class History:
                 step.followed = True
                 self.waiting.discard(position)
 
-    def stands_as(self, state: RunState, settled: set[str]) -> RunState:
-        """The state of a run with branches, of which the steps at `settled` have just ended: as its busiest branch."""
-        if self.running - settled:
+    def stands_as(self, state: RunState, settled: set[str], token: int | None = None) -> RunState:
+        """The state of a run with branches, of which the steps at `settled` have just ended: as its busiest branch.
+
+        What was dispatched under another fencing token than `token`, the owner's, does not run any more: it is in doubt.
+        """
+        running = self.running - settled
+        if running and token is not None:
+            running = {position for position in running if self.positions[position].token == token}
+        if running:
             return RunState.RUNNING
         return RunState.BLOCKED if self.waiting - settled else state
 
@@ -519,7 +540,10 @@ class History:
     @property
     def cause_text(self) -> str | None:
         """Why the run stands or has ended, in words."""
-        return canonical.decode(self.cause)["reason"] if self.cause is not None else None
+        steps = (self.positions[position] for position in sorted(self.waiting) if position in self.positions)
+        parked = (step.cause for step in steps if step.outcome is None)
+        cause = self.cause or next((each for each in parked if each is not None), None)
+        return canonical.decode(cause)["reason"] if cause is not None else None
 
     @property
     def is_in_doubt(self) -> bool:

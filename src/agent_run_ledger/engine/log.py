@@ -67,7 +67,7 @@ def seal(history: History, token: int, at: float, drafts: Iterable[Draft]) -> li
                 if begun:
                     state = RunState.RUNNING
                 elif len(history.running) > 1 or history.waiting or waiting:
-                    state = history.stands_as(RunState.BLOCKED if waiting else state, settled)
+                    state = history.stands_as(RunState.BLOCKED if waiting else state, settled, token)
         if kind == "intent":
             begun.add(position)
             waiting.discard(position or "")

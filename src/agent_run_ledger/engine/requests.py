@@ -110,7 +110,10 @@ def _signal(run: LiveRun, said: dict[str, Any], who: str, at: float) -> list[Dra
 def _approval(run: LiveRun, said: dict[str, Any], who: str, at: float) -> list[Draft]:
     """Somebody's word on the exact arguments that he was shown, to the first who asks and has no answer: to others it says nothing."""
     answered = {signal.position for signal in run.history.signals.get(said["name"], ())}
-    asking = [step for step in run.history.positions.values() if step.outcome is None]
+    meant = said.get("position")
+    asking = [
+        step for step in run.history.positions.values() if step.outcome is None and meant in (None, step.position)
+    ]
     for step in sorted(asking, key=lambda step: step.position in answered):
         if step.waits == "approval" and step.digest is not None and step.digest.hex() == said["digest"]:
             fields = {"name": said["name"], "sent": at, "of": step.input, "approved": said["approved"]}

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 from contextlib import suppress
 
-_LOOK_SECONDS = 1.0
-
 
 def free_bytes(folder: str) -> int | None:
     """Bytes that this user may still write in a folder; None where nobody can tell."""
@@ -18,26 +16,18 @@ def free_bytes(folder: str) -> int | None:
 
 
 class Room:
-    """Looks at the free space of one folder's disk, at most once a second.
+    """Looks at the free space of one folder's disk each time it is asked, which costs a microsecond or two.
 
     A disk that is full takes no outcome: what was dispatched would be in doubt. So nothing new is dispatched while there is less than
-    `min_free` bytes, and what runs can still be written down.
+    `min_free` bytes, and what runs can still be written down, as far as it fits into them.
     """
 
     def __init__(self, folder: str, min_free: int) -> None:
         self.folder = folder
         self.min_free = min_free
-        self._looked_at = float("-inf")
-        self._lack: str | None = None
 
-    def lack(self, elapsed: float) -> str | None:
-        """What is wrong, or None. `elapsed` are the seconds of the ledger's clock."""
-        if elapsed - self._looked_at >= _LOOK_SECONDS:
-            self._looked_at = elapsed
-            self._lack = self._look()
-        return self._lack
-
-    def _look(self) -> str | None:
+    def lack(self) -> str | None:
+        """What is wrong, or None."""
         free = free_bytes(self.folder)
         if free is None or free >= self.min_free:
             return None
