@@ -339,10 +339,15 @@ def test_a_run_parked_beside_a_call_that_died_with_its_process_is_blocked_and_sa
 
 def test_a_signal_does_not_hide_why_a_run_was_parked(bench: Bench) -> None:
     ledger = bench.open()
-    for _ in range(2):
-        with pytest.raises(KeyError), ledger.open_run("goal", RUN) as run:
+
+    def program() -> None:
+        with ledger.open_run("goal", RUN) as run:
             run.step("t", {}, lambda: 1)
             raise KeyError("no such invoice")
+
+    for _ in range(2):
+        with pytest.raises(KeyError):
+            program()
         ledger.signal(RUN, "word")
     ledger.create_run("goal", RUN)
     ledger.detach(RUN)
