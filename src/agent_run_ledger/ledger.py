@@ -25,6 +25,7 @@ from agent_run_ledger.engine.log import Draft
 from agent_run_ledger.errors import (
     InvalidArguments,
     InvalidName,
+    LeaseLost,
     NotDurableWarning,
     RunClosed,
     RunInputMismatch,
@@ -384,7 +385,8 @@ class Ledger(Operator):
                     if run.history.is_in_doubt or run.history.trailing:
                         self._leases.fetch_requests(run)
             if run.requests:  # before its program decides anything: it may be what it waits for
-                self._driver.obey(requests.answer(run, keeps=True))
+                with suppress(LeaseLost):  # then whoever has it answers, or its program when it claims it again
+                    self._driver.obey(requests.answer(run, keeps=True))
             with run.lock:
                 run.restart()
         except BaseException:
