@@ -527,7 +527,8 @@ class History:
         """
         running = self.running - settled
         if running and token is not None:
-            running = {position for position in running if self.positions[position].token == token}
+            steps = self.positions
+            running = {position for position in running if position not in steps or steps[position].token == token}
         if running:
             return RunState.RUNNING
         return RunState.BLOCKED if self.waiting - settled else state
