@@ -1134,6 +1134,7 @@ def fill_by_forks(ledger: AgentRunLedger) -> None:
     ledger.redrive("spent", budget=limits, max_steps=20)
     ledger.fork("parent", ledger.get_run("parent").total_steps + 1)
     ledger.fork("continued", 2)
+    ledger.fork("rests", 1)  # its signals are there to be taken once more
     for run_id in ("one", "undeclared", "found", "rests", "taken over"):
         ledger.fork(run_id, ledger.get_run(run_id).total_steps + 1)
 
