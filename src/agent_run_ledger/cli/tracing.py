@@ -17,7 +17,6 @@ WILL = {
     "dispatch": "be dispatched, with its stored arguments and key",
     "dispatch_undeclared": "be dispatched, though its tool declares no effect: it may happen twice",
     "ask": "be asked for by its receipt",
-    "record": "be recorded as its receipt says",
     "wait": "wait",
     "park": "stay in doubt, until `resolve` says what became of it",
     "dead_letter": "end the run as DEAD_LETTER",

@@ -68,7 +68,7 @@ def _wait(record: RunRecord, action: PlannedAction, step: StepRecord | None) -> 
         case "wait", "run.approve":
             what = f"somebody to approve {_name(step)!r}{at_latest}"
             return Wait("approval", what, number, until, ("approvals", record.run_id))
-        case (("ask" | "record" | "wait"), _):
+        case (("ask" | "wait"), _):
             return Wait("receipt", f"its program, to ask for the receipt of {named}", number, until)
         case "park", _:
             what = f"somebody who says whether {named} took effect: {action.reason}"
