@@ -353,7 +353,11 @@ async def a_step_in_doubt_while_other_branches_go_on(life: AsyncLife) -> Any:
         assert is_blocked(life)
         states = {step.tool_name: step.state for step in life.ledger.steps(RUN)}
         assert states["pay"] == "BLOCKED"
-        assert states["look"] == "COMPLETED"
+        assert states.get("look") in (
+            None,
+            "COMPLETED",
+            "RUNNING",
+        )  # what only reads is left to a program that may begin
         return "in doubt"
 
 

@@ -389,7 +389,9 @@ def judge_log(run_id: str, rows: list[Row]) -> None:
     """Hold one run's entries to what must be true after each of them."""
     retry_at: dict[str | None, float] = {}
     mutating: dict[str | None, str] = {}
-    in_flight: set[str | None] = set()
+    in_flight: dict[
+        str | None, int
+    ] = {}  # by position, under which token: what an earlier owner dispatched runs no more
     log = History(run_id, b"")
     for row in rows:
         body = json.loads(row.body)
@@ -398,9 +400,9 @@ def judge_log(run_id: str, rows: list[Row]) -> None:
             assert body["at"] >= retry_at.pop(row.position, 0.0), f"{row.position} was tried again before its time"
         if row.kind == "intent":
             assert mutating.get(row.position, "outcome") == "outcome", f"{body['tool']} in doubt was dispatched again"
-            in_flight.add(row.position)
+            in_flight[row.position] = body["token"]
         elif row.position in in_flight and row.kind in ("outcome", "parked", "asked"):
-            in_flight.remove(row.position)
+            del in_flight[row.position]
         if "retry_at" in body:
             retry_at[row.position] = body["retry_at"]
             assert body["retry_at"] == body["at"] + body["wait"]
@@ -409,4 +411,5 @@ def judge_log(run_id: str, rows: list[Row]) -> None:
             mutating[row.position] = "outcome" if is_absent else row.kind
         if row.kind in ("intent", "outcome") or (row.kind == "parked" and row.position is not None):
             quiet = RunState.BLOCKED if log.waiting else RunState.CHECKPOINTED
-            assert body["state"] == (RunState.RUNNING if in_flight else quiet), f"after entry {row.seq}, {row.kind}"
+            runs = body["token"] in in_flight.values()
+            assert body["state"] == (RunState.RUNNING if runs else quiet), f"after entry {row.seq}, {row.kind}"

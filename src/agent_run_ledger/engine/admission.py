@@ -8,9 +8,9 @@ from agent_run_ledger.engine.call import Call
 from agent_run_ledger.engine.history import StepHistory
 from agent_run_ledger.engine.live import Branch, LiveRun
 from agent_run_ledger.engine.log import Draft
-from agent_run_ledger.engine.outcomes import cancelled, in_doubt, missed, must_not_repeat, parked_in_doubt
+from agent_run_ledger.engine.outcomes import cancelled, in_doubt, missed, must_not_repeat, park
 from agent_run_ledger.errors import LedgerError, RunClosed, RunInputMismatch, StepInDoubt
-from agent_run_ledger.model import RunState, StepState
+from agent_run_ledger.model import RunState
 
 
 def refusal(run: LiveRun, *, pipeline: bool | None = None) -> LedgerError | None:
@@ -101,5 +101,4 @@ def is_undispatched(run: LiveRun, call: Call, step: StepHistory) -> bool:
 
 def _doubt(run: LiveRun, step: StepHistory) -> tuple[list[Draft], StepInDoubt]:
     why = "it was interrupted or never settled, and the program goes on"
-    park = [] if step.state == StepState.BLOCKED else [parked_in_doubt(step, why)]
-    return park, in_doubt(run, step, why)
+    return park(run, step, why), in_doubt(run, step, why)

@@ -17,7 +17,7 @@ from agent_run_ledger.errors import (
     UnserialisableOutput,
     WaitTimeout,
 )
-from agent_run_ledger.model import Effect, Event, StepState
+from agent_run_ledger.model import Effect, Event, RunState, StepState
 from agent_run_ledger.rules import backoff, canonical, digests, failures
 from agent_run_ledger.rules.classify import Classified, retry_after
 
@@ -157,8 +157,7 @@ def park_ambiguous(step: StepHistory, error: Exception, run: LiveRun, moment: Mo
     why = ambiguity(error)
     doubt = in_doubt(run, step, why)
     doubt.__cause__ = error
-    park = [] if step.state == StepState.BLOCKED else [parked_in_doubt(step, why)]
-    return Plan(park, error=doubt)
+    return Plan(park(run, step, why), error=doubt)
 
 
 _INTERRUPTED = {
@@ -202,6 +201,12 @@ def parked_in_doubt(step: StepHistory | Standing, why: str) -> Draft:
     fields = {"step": step.number, "step_state": StepState.BLOCKED}
     payload = canonical.encode({"reason": f"step {step.number}, {step.tool!r}, is in doubt: {why}"})
     return Draft("parked", Event.WAIT, fields, payload, step.position, step.attempts)
+
+
+def park(run: LiveRun, step: StepHistory, why: str) -> list[Draft]:
+    """The entry of a park, unless the run stands for this step already, or will when what is in flight has ended."""
+    is_said = step.state == StepState.BLOCKED and (run.history.state is RunState.BLOCKED or bool(run.in_flight))
+    return [] if is_said else [parked_in_doubt(step, why)]
 
 
 def in_doubt(run: LiveRun, step: StepHistory | Standing, why: str) -> StepInDoubt:

@@ -22,7 +22,7 @@ from agent_run_ledger.errors import (
     RunClosed,
     StepInDoubt,
 )
-from agent_run_ledger.model import Effect, Event, RunState, StepState
+from agent_run_ledger.model import Effect, Event, RunState
 from agent_run_ledger.rules import budget, canonical, digests
 
 
@@ -291,5 +291,4 @@ def _resume(run: LiveRun, call: Call, step: StepHistory, moment: Moment) -> Plan
 
 
 def _park(run: LiveRun, step: StepHistory, why: str) -> Plan:
-    park = [] if step.state == StepState.BLOCKED else [parked_in_doubt(step, why)]
-    return Plan(park, error=in_doubt(run, step, why))
+    return Plan(outcomes.park(run, step, why), error=in_doubt(run, step, why))
