@@ -410,6 +410,6 @@ def judge_log(run_id: str, rows: list[Row]) -> None:
             is_absent = row.kind == "answered" and body["verdict"] == "absent"
             mutating[row.position] = "outcome" if is_absent else row.kind
         if row.kind in ("intent", "outcome") or (row.kind == "parked" and row.position is not None):
-            quiet = RunState.BLOCKED if log.waiting else RunState.CHECKPOINTED
+            quiet = RunState.BLOCKED if log.waiting else RunState.RUNNING if in_flight else RunState.CHECKPOINTED
             runs = body["token"] in in_flight.values()
             assert body["state"] == (RunState.RUNNING if runs else quiet), f"after entry {row.seq}, {row.kind}"

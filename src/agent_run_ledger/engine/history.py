@@ -523,15 +523,14 @@ class History:
     def stands_as(self, state: RunState, settled: set[str], token: int | None = None) -> RunState:
         """The state of a run with branches, of which the steps at `settled` have just ended: as its busiest branch.
 
-        What was dispatched under another fencing token than `token`, the owner's, does not run any more: it is in doubt.
+        What was dispatched under another fencing token than `token`, the owner's, is in doubt by now, and keeps no run from standing.
         """
-        running = self.running - settled
-        if running and token is not None:
-            steps = self.positions
-            running = {position for position in running if position not in steps or steps[position].token == token}
-        if running:
+        running, steps = self.running - settled, self.positions
+        if any(token is None or at not in steps or steps[at].token == token for at in running):
             return RunState.RUNNING
-        return RunState.BLOCKED if self.waiting - settled else state
+        if state is RunState.BLOCKED or self.waiting - settled:
+            return RunState.BLOCKED
+        return RunState.RUNNING if running else state
 
     def is_missed(self, position: str) -> bool:
         """Whether it is recorded that the program was interrupted in this call."""
