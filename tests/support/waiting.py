@@ -20,7 +20,7 @@ class Patience(BaseException):
 class Meanwhile:
     """Do these things, one at each look up of whoever waits, and then what is `always` done. After `looks` looks: `Patience`."""
 
-    def __init__(self, bench: Bench, *acts: Act, looks: int = 500, always: Act | None = None) -> None:
+    def __init__(self, bench: Bench, *acts: Act, looks: int = 2000, always: Act | None = None) -> None:
         self._clock, self._left, self._looks = bench.clock, list(acts), looks
         self._always = always
         self.looks = 0
@@ -35,6 +35,8 @@ class Meanwhile:
         elif self._always is not None:
             self._always()
             time.sleep(0.0001)  # the others of its threads have their turn
+        if self.looks > 100:
+            time.sleep(0.0005)  # where several threads look, one of them may not have had its turn yet
         if self.looks > self._looks:
             raise Patience
 
