@@ -273,7 +273,8 @@ def test_steps_side_by_side_that_fill_the_disk_stop_and_go_on_with_none_called_t
     assert len(calls) > 20
     with AgentRunLedger(disk / "agent.db", durability="process") as ledger:
         assert ledger.verify().findings == []
-        assert {run.status for run in ledger.runs()} <= {"COMPLETED", "BLOCKED"}
+        for run in ledger.runs():  # what was in flight when there was no room for its outcome is in doubt
+            assert run.status in ("COMPLETED", "BLOCKED") or ledger.inspect(run.run_id).in_doubt
 
 
 @pytest.fixture
