@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sqlite3
 import threading
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from agent_run_ledger import (
     RunOwned,
     StepFailed,
     StepInDoubt,
+    StoreCorrupt,
     StoreFull,
     current_run,
     current_step,
@@ -455,3 +457,20 @@ def test_an_agent_that_ends_with_more_than_an_exception_stops_no_other_run(bench
         with pytest.raises(SystemExit):
             ledger.recover()
     assert [run.status for run in ledger.runs()] == ["BLOCKED", "BLOCKED", "BLOCKED", "COMPLETED"]
+
+
+def test_a_recorded_output_that_was_damaged_is_named_where_it_is_handed_out(tmp_path: Path) -> None:
+    path = tmp_path / "agent.db"
+    with AgentRunLedger(path) as ledger:
+        ledger.create_run("goal", "run")
+        ledger.execute_step("run", "t", {}, lambda: "an output")
+    damaged = sqlite3.connect(path)
+    for (name,) in damaged.execute("SELECT name FROM sqlite_master WHERE type = 'trigger'").fetchall():
+        damaged.execute(f"DROP TRIGGER {name}")
+    damaged.execute("UPDATE entries SET payload = X'FF' WHERE kind = 'outcome'")
+    damaged.commit()
+    damaged.close()
+    with AgentRunLedger(path) as ledger:
+        ledger.create_run("goal", "run")
+        with pytest.raises(StoreCorrupt, match=r"step 1 \('t'\)"):
+            ledger.execute_step("run", "t", {}, never)

@@ -14,6 +14,7 @@ from agent_run_ledger.errors import (
     StepCancelled,
     StepFailed,
     StepInDoubt,
+    StoreCorrupt,
     UnserialisableOutput,
     WaitTimeout,
 )
@@ -228,9 +229,9 @@ def hand_out(
     outcome = step.outcome
     assert outcome is not None
     if outcome.ok == "completed":
-        value = canonical.decode(payload) if payload is not None else None
+        value = _decoded(run, step, payload)
         return canonical.rebuild(call.options.returns, value) if call.options.returns is not None else value
-    described = canonical.decode(payload) if payload is not None else {"type": "(erased)"}
+    described = _decoded(run, step, payload) if payload is not None else {"type": "(erased)"}
     if outcome.ok == "expired":
         raise WaitTimeout(run.run_id, described.get("name", call.tool))
     if outcome.ok == "denied":
@@ -251,3 +252,14 @@ def hand_out(
         if cause is None and failures.matches(described, declared):
             raise failures.revive(declared, described, failed)
     raise failed from cause
+
+
+def _decoded(run: LiveRun, step: StepHistory, payload: bytes | None) -> Any:
+    """What was recorded; None where it was erased. Raises `StoreCorrupt` where the bytes are not what was written."""
+    try:
+        return canonical.decode(payload) if payload is not None else None
+    except (ValueError, RecursionError) as error:
+        raise StoreCorrupt(
+            f"run {run.run_id!r}, step {step.number} ({step.tool!r}): what is recorded of it cannot be read ({error}). Nothing was changed; run "
+            "`agent-run-ledger verify` and restore from a backup."
+        ) from error
