@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +20,7 @@ class Patience(BaseException):
 class Meanwhile:
     """Do these things, one at each look up of whoever waits, and then what is `always` done. After `looks` looks: `Patience`."""
 
-    def __init__(self, bench: Bench, *acts: Act, looks: int = 2000, always: Act | None = None) -> None:
+    def __init__(self, bench: Bench, *acts: Act, looks: int = 20_000, always: Act | None = None) -> None:
         self._clock, self._left, self._looks = bench.clock, list(acts), looks
         self._always = always
         self.looks = 0
@@ -34,9 +34,7 @@ class Meanwhile:
             self._left.pop(0)()
         elif self._always is not None:
             self._always()
-            time.sleep(0.0001)  # the others of its threads have their turn
-        if self.looks > 100:
-            time.sleep(0.0005)  # where several threads look, one of them may not have had its turn yet
+        os.sched_yield()  # where several threads look, the others have their turn
         if self.looks > self._looks:
             raise Patience
 
