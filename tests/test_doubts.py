@@ -30,6 +30,7 @@ from agent_run_ledger import (
     current_run,
     current_step,
 )
+from agent_run_ledger.rules import canonical
 from support.ledgers import RUN, Bench, Died, never, program, raising
 
 
@@ -317,26 +318,52 @@ def test_a_run_parked_beside_a_call_that_died_with_its_process_is_blocked_and_sa
         await asyncio.sleep(0.01)
         raise Died
 
-    def start(first: Any, second: Any) -> None:
+    def start() -> None:
         ledger = bench.open()
+        ask = ledger.tool(name="ask", kind="model")(hangs)
+        pay = ledger.tool(name="pay", effect=Effect.MUTATE)(dies)
 
         @ledger.agent()
         async def agent() -> Any:
-            run = current_run()
-            asked = run.step("ask", {}, first, kind="model")
-            return await asyncio.gather(asked, run.step("pay", {}, second, effect=Effect.MUTATE))
+            return await asyncio.gather(ask(), pay())
 
         ledger.run(agent, run_id=RUN)
 
     with pytest.raises(Died):
-        start(hangs, dies)
+        start()
     bench.owners_die()
     with pytest.raises(StepInDoubt):
-        start(hangs, dies)
+        start()
     record = bench.open().get_run(RUN)
     assert record.status == "BLOCKED"
-    assert "'pay'" in (record.cause or "")
+    assert "'pay', is in doubt" in (record.cause or "")
     assert bench.open().verify().findings == []
+
+
+def test_what_goes_on_beside_a_parked_step_does_not_hide_why_the_run_stands(bench: Bench) -> None:
+    ledger = bench.open()
+
+    @ledger.agent()
+    async def agent() -> Any:
+        run = current_run()
+
+        async def others() -> None:
+            await asyncio.sleep(0.01)
+            for number in range(3):
+                await run.step("look", {"number": number}, lambda number: number, effect=Effect.READ)
+
+        def breaks() -> None:
+            raise ConnectionResetError
+
+        return await run.gather(lambda: run.step("pay", {}, breaks, effect=Effect.MUTATE), others)
+
+    with pytest.raises(StepInDoubt):
+        ledger.run(agent, run_id=RUN)
+    kinds = bench.kinds(RUN)
+    assert "intent" in kinds[kinds.index("parked") :], "nothing went on beside it"
+    record = ledger.get_run(RUN)
+    assert (record.status, "ConnectionResetError" in (record.cause or "")) == ("BLOCKED", True)
+    assert ledger.verify().findings == []
 
 
 def test_a_signal_does_not_hide_why_a_run_was_parked(bench: Bench) -> None:
@@ -357,29 +384,26 @@ def test_a_signal_does_not_hide_why_a_run_was_parked(bench: Bench) -> None:
 
 
 def test_a_signal_whose_wait_was_interrupted_is_for_the_next_wait(tmp_path: Path) -> None:
-    with AgentRunLedger(tmp_path / "agent.db", durability="process") as ledger:
+    is_taken_and_missed = 0
+    for turns in range(40):
+        with AgentRunLedger(tmp_path / f"{turns}.db", durability="process") as ledger:
 
-        @ledger.agent()
-        async def agent() -> list[int]:
-            run, got, patience = current_run(), [], 0.0
-            while len(got) < 20:
-                try:
-                    got.append(await asyncio.wait_for(run.wait_for("word"), patience))
-                    patience = 0.0
-                except TimeoutError:
-                    patience += 0.004
-            return got
+            @ledger.agent()
+            async def agent(turns: int) -> Any:
+                run = current_run()
+                await run.step("send", {}, lambda: ledger.signal("run", "word", turns), effect=Effect.READ)
+                waits = asyncio.create_task(run.wait_for("word"))
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+                waits.cancel()
+                (got,) = await asyncio.gather(waits, return_exceptions=True)
+                return got if got == turns else await run.wait_for("word", timeout=5)
 
-        def sends() -> None:
-            for number in range(20):
-                ledger.signal("run", "word", number)
-
-        sending = threading.Timer(0.05, sends)
-        sending.start()
-        got = ledger.run(agent, run_id="run")
-        sending.join()
-        assert got == list(range(20))
-        assert ledger.verify().findings == []
+            assert ledger.run(agent, turns, run_id="run") == turns
+            events = [line.event for line in ledger.trace("run") if line.tool_name == "run.wait_for"]
+            is_taken_and_missed += events.count("missed") > 0 and events.count("completed") == 2
+            assert ledger.verify().findings == []
+    assert is_taken_and_missed, "no turn lies between a signal's arrival and its delivery"
 
 
 def test_a_redriven_run_finds_the_signals_that_nobody_took(bench: Bench) -> None:
@@ -474,3 +498,31 @@ def test_a_recorded_output_that_was_damaged_is_named_where_it_is_handed_out(tmp_
         ledger.create_run("goal", "run")
         with pytest.raises(StoreCorrupt, match=r"step 1 \('t'\)"):
             ledger.execute_step("run", "t", {}, never)
+
+
+def test_an_answer_that_comes_when_its_request_is_over_is_declined(bench: Bench) -> None:
+    ledger, other = bench.open(), bench.open()
+    first: list[Any] = []
+
+    @ledger.agent()
+    def agent() -> list[str]:
+        run = current_run()
+        return [run.approve("pay", {"amount": 5}, timeout=50).by for _ in range(2)]
+
+    def sleep(seconds: float) -> None:
+        (request,) = other.approvals(RUN)
+        if not first:
+            first.append(request)
+            other.approve(RUN, "pay", request.digest, position=request.position, by="ann")
+        elif request.position != first[0].position and len(first) == 1:
+            first.append(request)  # posted when the first request still stood, and read now
+            said = {"name": "pay", "digest": request.digest, "approved": True, "reason": "", "by": "eve"}
+            late = canonical.encode({**said, "position": first[0].position})
+            other._store.post(RUN, "approval", late, "eve", bench.clock.now())
+        elif len(first) == 2 and "declined" in bench.kinds(RUN):
+            first.append(request)
+            other.approve(RUN, "pay", request.digest, by="bob")
+        moves(seconds)
+
+    moves, bench.clock.sleep = bench.clock.sleep, sleep  # type: ignore[method-assign]
+    assert ledger.run(agent, run_id=RUN) == ["ann", "bob"]

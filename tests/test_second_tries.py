@@ -15,6 +15,7 @@ from agent_run_ledger import (
     StepFailed,
     StepInDoubt,
     UndeclaredEffectWarning,
+    current_run,
     current_step,
 )
 
@@ -98,6 +99,30 @@ def test_an_outcome_that_was_recorded_and_never_handed_out_is_what_the_second_ca
                 assert outside.done == outside.done[:1]
                 assert result == {"receipt": 1}
     assert seen, "no turn lies between an outcome's commit and its delivery"
+
+
+@pytest.mark.parametrize("turns", TURNS)
+def test_another_call_in_between_makes_no_difference(tmp_path: Path, turns: int) -> None:
+    outside = Outside()
+    with AgentRunLedger(tmp_path / "agent.db", durability="process") as ledger:
+
+        @ledger.tool(effect=Effect.IDEMPOTENT)
+        async def pay(amount: int) -> dict[str, int]:
+            return outside.act()
+
+        @ledger.agent()
+        async def agent() -> Any:
+            first = asyncio.create_task(pay(5))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            first.cancel()
+            (got,) = await asyncio.gather(first, return_exceptions=True)
+            await current_run().step("look", {}, lambda: 1, effect=Effect.READ)
+            return got if isinstance(got, dict) else await pay(5)
+
+        assert ledger.run(agent, run_id="run")
+        assert len(set(outside.done)) == 1
+        assert ledger.verify().findings == []
 
 
 def test_a_step_that_was_resolved_is_not_made_again_by_the_program_that_was_told_of_the_doubt(tmp_path: Path) -> None:

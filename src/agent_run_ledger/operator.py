@@ -166,13 +166,10 @@ class Operator:
             raise InvalidArguments(
                 f"from_step is a number from 1 to {history.steps + 1}, for run {run_id!r} has {history.steps} steps; not {from_step!r}"
             )
-        head = self._store.head(run_id)
         going = [step for step in history.positions.values() if step.outcome is None and step.waits is None]
-        is_going = head is not None and head.owner is not None and any(step.number < from_step for step in going)
-        if (
-            is_going and head is not None and self._is_seen(head.owner)
-        ):  # the fork would find it in doubt, and it is not
-            raise IllegalTransition(history.state, f"FORK behind step {going[0].number}, which is in flight", run_id)
+        carried = [step.number for step in going if step.number < from_step]
+        if carried and self._is_seen(self.get_run(run_id).owner):  # the fork would find it in doubt, and it is not
+            raise IllegalTransition(history.state, f"FORK behind step {carried[0]}, which is in flight", run_id)
         return self._fork(history, from_step, None, None, new_run_id, by, reason)
 
     # --- looking ------------------------------------------------------------------------------------------------------

@@ -614,7 +614,6 @@ class AsyncDriver:
     async def _inquire(self, effect: Inquire) -> Result:
         """The receipt function's result; a plain function is called in a thread, where it may wait for its receiver."""
         run, step = cast(HeldRun, effect.run), effect.step
-        await self.in_thread(lambda: self._still_ours(run, step.token))
 
         async def ask() -> Any:
             if functions.signature(effect.question).is_async:

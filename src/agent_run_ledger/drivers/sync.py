@@ -206,7 +206,6 @@ class SyncDriver:
     def _inquire(self, effect: Inquire) -> Result:
         """The receipt function's result. It may hang, as its receiver may: where the tool has a timeout, it is left to itself then."""
         run = cast(HeldRun, effect.run)
-        self.still_ours(run, effect.step.token)
         token = step_variable.set(StepContext(self._leases, run, effect.step))  # what it calls is no step of the run
         try:
             if effect.timeout is None:

@@ -76,7 +76,7 @@ class Invoke(NamedTuple):
 class Inquire(NamedTuple):
     """Ask the receiver of a step what became of it, outside every lock and transaction; the answer is a `Result`, also where it raised.
 
-    What was asked is an entry by then. The lease is made sure of as for `Invoke`.
+    What was asked is an entry by then. A question changes nothing, and whoever has lost the run by then cannot write the answer.
     """
 
     run: LiveRun
