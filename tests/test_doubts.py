@@ -311,17 +311,18 @@ def test_below_the_limit_nothing_new_is_dispatched_and_what_runs_is_written_down
 
 
 def test_a_run_parked_beside_a_call_that_died_with_its_process_is_blocked_and_says_why(bench: Bench) -> None:
-    async def hangs() -> None:
-        await asyncio.Event().wait()
-
-    async def dies() -> None:
-        await asyncio.sleep(0.01)
-        raise Died
-
     def start() -> None:
-        ledger = bench.open()
-        ask = ledger.tool(name="ask", kind="model")(hangs)
-        pay = ledger.tool(name="pay", effect=Effect.MUTATE)(dies)
+        ledger, is_asked = bench.open(), asyncio.Event()
+
+        @ledger.tool(kind="model")
+        async def ask() -> None:
+            is_asked.set()
+            await asyncio.Event().wait()
+
+        @ledger.tool(effect=Effect.MUTATE)
+        async def pay() -> None:
+            await is_asked.wait()
+            raise Died
 
         @ledger.agent()
         async def agent() -> Any:
@@ -345,14 +346,15 @@ def test_what_goes_on_beside_a_parked_step_does_not_hide_why_the_run_stands(benc
 
     @ledger.agent()
     async def agent() -> Any:
-        run = current_run()
+        run, is_called = current_run(), asyncio.Event()
 
         async def others() -> None:
-            await asyncio.sleep(0.01)
+            await is_called.wait()
             for number in range(3):
                 await run.step("look", {"number": number}, lambda number: number, effect=Effect.READ)
 
         def breaks() -> None:
+            is_called.set()
             raise ConnectionResetError
 
         return await run.gather(lambda: run.step("pay", {}, breaks, effect=Effect.MUTATE), others)
