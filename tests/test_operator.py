@@ -577,3 +577,22 @@ def _wait(run: Run) -> None:
 
 def _at(bench: Bench) -> float:
     return float(json.loads(bench.rows(RUN)[1].body)["at"])
+
+
+def test_what_is_refused_is_named_and_not_shown_whole(bench: Bench) -> None:
+    ledger = bench.open()
+    ledger.create_run("goal", RUN)
+    much: Any = "x" * 5_000_000
+    for act in (
+        lambda: ledger.resolve(RUN, much, output=1),
+        lambda: ledger.resolve(RUN, 1, executed=much),
+        lambda: ledger.fork(RUN, much),
+        lambda: ledger.approve(RUN, much, much),
+        lambda: ledger.release(RUN, by=[]),  # type: ignore[arg-type]
+        lambda: ledger.signal(RUN, "word", by={}),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(LedgerError) as refused:
+            act()
+        assert len(str(refused.value)) < 1000
+    assert bench.kinds(RUN) == ["created"]
+    assert ledger._store.inbox(RUN, 0) == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from reprlib import repr as shown
 from typing import TYPE_CHECKING, Any
 
 from agent_run_ledger.drivers import reading
@@ -88,9 +89,9 @@ class Operator:
         attempts. A step whose failure nobody has acted upon may be resolved, too. Raises `IllegalTransition` for any other.
         """
         if type(step_number) is not int:
-            raise InvalidArguments(f"step_number is a whole number, not {step_number!r}; nothing was written")
+            raise InvalidArguments(f"step_number is a whole number, not {shown(step_number)}; nothing was written")
         if type(executed) is not bool:
-            raise InvalidArguments(f"executed is True or False, not {executed!r}; nothing was written")
+            raise InvalidArguments(f"executed is True or False, not {shown(executed)}; nothing was written")
         if executed is (output is _UNSAID):
             wanted = "output=, which may be None" if executed else "no output="
             raise InvalidArguments(f"resolve(executed={executed}) takes {wanted}; nothing was written")
@@ -164,7 +165,7 @@ class Operator:
         history = reading.read(self._store, check_name("run_id", run_id))
         if type(from_step) is not int or not 1 <= from_step <= history.steps + 1:
             raise InvalidArguments(
-                f"from_step is a number from 1 to {history.steps + 1}, for run {run_id!r} has {history.steps} steps; not {from_step!r}"
+                f"from_step is a number from 1 to {history.steps + 1}, for run {run_id!r} has {history.steps} steps; not {shown(from_step)}"
             )
         going = [step for step in history.positions.values() if step.outcome is None and step.waits is None]
         carried = [step.number for step in going if step.number < from_step]
@@ -217,7 +218,7 @@ class Operator:
     # --- how ----------------------------------------------------------------------------------------------------------
 
     def _who(self, by: str) -> str:
-        return check_name("by", by) if by else self._leases.owner
+        return check_name("by", by) if by != "" else self._leases.owner
 
     def _ask(self, run_id: str, kind: str, said: dict[str, Any], who: str) -> None:
         """Do it here, or have the owner do it."""
@@ -258,7 +259,7 @@ class Operator:
         ]
         if not any(self._name(run_id, step) == name and (step.until is None or now < step.until) for step in asked):
             raise ApprovalMismatch(
-                f"run {run_id!r} does not ask anybody to approve {str(name)[:100]!r} with the digest {str(digest)[:100]!r}, or does not any "
+                f"run {run_id!r} does not ask anybody to approve {shown(name)} with the digest {shown(digest)}, or does not any "
                 "more; nothing was written. `approvals` shows what is asked for."
             )
         said = {"name": name, "digest": digest, "approved": approved, "reason": _reason(reason)}
@@ -308,11 +309,11 @@ class Operator:
     ) -> str:
         limits: dict[str, Any] = {}
         if budget is not None and not isinstance(budget, Budget):
-            raise TypeError(f"budget is a Budget, not {budget!r}")
+            raise TypeError(f"budget is a Budget, not {shown(budget)}")
         steps = budget.steps if budget is not None and budget.steps is not None else max_steps
         if steps is not None:
             if type(steps) is not int or steps < 1:
-                raise ValueError(f"max_steps must be a whole number of at least 1, not {steps!r}")
+                raise ValueError(f"max_steps must be a whole number of at least 1, not {shown(steps)}")
             limits["max_steps"] = steps
         if budget is not None and budget.deadline is not None:
             limits["deadline"] = budget.deadline.timestamp()
@@ -329,7 +330,7 @@ class Operator:
 def _reason(reason: str) -> str:
     runs.stored(reason, "the reason", 10_000)
     if not isinstance(reason, str):
-        raise InvalidArguments(f"reason is a string, not {reason!r}; nothing was written")
+        raise InvalidArguments(f"reason is a string, not {shown(reason)}; nothing was written")
     return reason
 
 
