@@ -129,6 +129,11 @@ def sleeps(number: int) -> str:
     current_run().sleep(86_400.0)
 
 @ledger.agent()
+def leaves(number: int) -> str:
+    look(number)
+    raise SystemExit(0)
+
+@ledger.agent()
 def fails(number: int) -> str:
     look(number)
     raise RuntimeError("no money left\\x1b[31m")
@@ -211,6 +216,17 @@ def test_a_run_that_needs_a_person_is_a_problem(shell: Shell, folder: Path, agen
     assert "! a person has to look" in out
     assert json.loads(recover(shell, "--json")[1])["needs_somebody"] == [agent]
     assert "pay 7" not in witnessed(folder)
+
+
+def test_an_agent_that_ends_the_process_is_an_error_and_comes_last_the_next_time(shell: Shell, folder: Path) -> None:
+    interrupted(folder, "leaves", "looks")
+    status, out, err = recover(shell)
+    assert (status, out) == (1, "")
+    assert "an agent ended the process with status 0" in err
+    assert "look 7" in witnessed(folder)
+    assert recover(shell)[0] == 1
+    with AgentRunLedger.open_read_only(folder / "agent.db") as ledger:
+        assert {run.run_id: run.status for run in ledger.runs()} == {"leaves": "BLOCKED", "looks": "COMPLETED"}
 
 
 def test_a_run_of_another_program_is_left_alone_and_told_of(shell: Shell, folder: Path) -> None:

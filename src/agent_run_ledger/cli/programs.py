@@ -46,10 +46,11 @@ def recover(given: argparse.Namespace) -> int:
         except SystemExit as exit_:
             if exit_.code == TERMINATED and _is_terminated:
                 raise
-            raise UsageError(
-                f"an agent ended the process with status {exit_.code!r} while its run was recovered: the run is parked, and those behind it were "
-                "not begun. Recover again: parked runs come last"
-            ) from None
+            sys.stderr.write(
+                f"agent-run-ledger: an agent ended the process with status {exit_.code!r} while its run was recovered: the run is parked, and "
+                "those behind it were not begun. Recover again: parked runs come last\n"
+            )
+            return PROBLEM
         waits = [(record, found) for record in ledger.runs() if (found := waits_of(ledger, record))]
     stuck = {record.run_id for record, found in waits if any(wait.needs_somebody for wait in found)}
     is_well = not stuck and all(record.status == "COMPLETED" for record in ended)
