@@ -95,7 +95,7 @@ class Operator:
         if executed is (output is _UNSAID):
             wanted = "output=, which may be None" if executed else "no output="
             raise InvalidArguments(f"resolve(executed={executed}) takes {wanted}; nothing was written")
-        said: dict[str, Any] = {"step": step_number, "executed": bool(executed), "reason": _reason(reason)}
+        said: dict[str, Any] = {"step": step_number, "executed": executed, "reason": _reason(reason)}
         if executed:
             said["output"] = canonical.decode(runs.stored(output, "the output", self._payload_limit))
         self._ask(run_id, "resolve", said, self._who(by))
@@ -149,10 +149,9 @@ class Operator:
         It has all steps of the old one with their outcomes and keys, so that nothing is paid again; attempts and loops count afresh,
         and `max_steps` or `budget` raise the limit that ended it. Start its program with the new id.
         """
-        state = RunState(self.get_run(run_id).status)
-        if state not in (RunState.FAILED, RunState.DEAD_LETTER):
-            raise IllegalTransition(state, "REDRIVE", run_id)
-        history = reading.read(self._store, run_id)
+        history = reading.read(self._store, check_name("run_id", run_id))
+        if history.state not in (RunState.FAILED, RunState.DEAD_LETTER):
+            raise IllegalTransition(history.state, "REDRIVE", run_id)
         return self._fork(history, history.steps + 1, max_steps, budget, new_run_id, by, reason)
 
     def fork(
@@ -188,7 +187,7 @@ class Operator:
 
         By what was declared when the step was dispatched last; a tool that is registered here declares it anew.
         """
-        history = reading.read(self._store, self.get_run(run_id).run_id)
+        history = reading.read(self._store, check_name("run_id", run_id))
         if history.state.is_terminal:
             return []
         now, planned = self._clock.now(), []
@@ -250,14 +249,14 @@ class Operator:
     def _answer(
         self, run_id: str, name: str, digest: str, position: str | None, approved: bool, by: str, reason: str
     ) -> None:
-        self.get_run(run_id)
         now = self._clock.now()
         asked = [
             step
             for _, step in self._unanswered([run_id])
             if step.digest is not None and step.digest.hex() == digest and position in (None, step.position)
         ]
-        if not any(self._name(run_id, step) == name and (step.until is None or now < step.until) for step in asked):
+        open_ones = [step for step in asked if step.until is None or now < step.until]
+        if not any(_name(self._arguments(run_id, step)) == name for step in open_ones):
             raise ApprovalMismatch(
                 f"run {run_id!r} does not ask anybody to approve {shown(name)} with the digest {shown(digest)}, or does not any "
                 "more; nothing was written. `approvals` shows what is asked for."
@@ -277,15 +276,11 @@ class Operator:
     def _arguments(self, run_id: str, step: StepHistory) -> bytes | None:
         return step.arguments if step.arguments is not None else self._store.payload(run_id, step.seq)
 
-    def _name(self, run_id: str, step: StepHistory) -> str:
-        arguments = self._arguments(run_id, step)
-        return canonical.decode(arguments)["name"] if arguments is not None else ""
-
     def _asked_for(self, history: History, step: StepHistory) -> ApprovalRequest:
         arguments = self._arguments(history.run_id, step)
         return ApprovalRequest(
             history.run_id,
-            self._name(history.run_id, step),
+            _name(arguments),
             step.position,
             arguments.decode() if arguments is not None else None,
             step.digest.hex() if step.digest is not None else "",
@@ -325,6 +320,11 @@ class Operator:
             raise InvalidArguments(f"there is a run {name!r} already; nothing was written")
         self._leases.give_back(run)
         return name
+
+
+def _name(arguments: bytes | None) -> str:
+    """Under which name somebody is asked to approve these arguments."""
+    return canonical.decode(arguments)["name"] if arguments is not None else ""
 
 
 def _reason(reason: str) -> str:

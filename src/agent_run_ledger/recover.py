@@ -17,7 +17,7 @@ from agent_run_ledger.model import RunState
 from agent_run_ledger.rules import canonical
 
 if TYPE_CHECKING:
-    from agent_run_ledger.contract import Store, Summary
+    from agent_run_ledger.contract import Summary
     from agent_run_ledger.ledger import AgentRunLedger
 
 
@@ -35,7 +35,7 @@ def recover(ledger: AgentRunLedger, agents: Mapping[str, Agent]) -> list[str]:
             if agent is None or run_id in tried or _rests(ledger, summary, agents):
                 continue
             tried.add(run_id)
-            result = _go_on(ledger, agent, run_id)
+            result = _go_on(ledger, agent, summary)
             if result == "ended":
                 ended.append(run_id)
             elif result == "waits" and ledger._summary(run_id).last.seq > summary.last.seq:
@@ -106,9 +106,10 @@ def _is_waiting(
     return child is not None and _rests(ledger, child, agents)
 
 
-def _go_on(ledger: AgentRunLedger, agent: Agent, run_id: str) -> str:
+def _go_on(ledger: AgentRunLedger, agent: Agent, summary: Summary) -> str:
     """Begin the program of one run. What stops it is written in its log, and stops no other run."""
-    given = _input(ledger._store, run_id)
+    run_id, created = summary.head.run_id, summary.first.payload
+    given = canonical.decode(created)["input"] if created is not None else {}
     start = Start(agent, given, run_id, None, suspends=True)
     try:
         if agent.takes.is_async:
@@ -131,8 +132,3 @@ def _go_on(ledger: AgentRunLedger, agent: Agent, run_id: str) -> str:
     if not RunState(body["state"]).is_terminal:
         return "parked"
     return "ended" if body["token"] == ledger._run(run_id).token else "owned"
-
-
-def _input(store: Store, run_id: str) -> dict[str, Any]:
-    created = store.read(run_id, limit=1)[0]
-    return canonical.decode(created.payload)["input"] if created.payload is not None else {}

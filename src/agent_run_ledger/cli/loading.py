@@ -25,7 +25,7 @@ def ledger_of(place: str) -> agent_run_ledger.AgentRunLedger:
 def made_by(place: str, *classes: type) -> Any:
     """The one object of these classes at the top level of a module, or the one that `MODULE:NAME` names. Raises as `ledger_of`."""
     name, _, attribute = place.partition(":")
-    module = imported(name)
+    module = _imported(name)
     wanted = " and no ".join(each.__name__ for each in classes)
     if attribute:
         return _named(module, attribute, classes, wanted)
@@ -42,7 +42,7 @@ def made_by(place: str, *classes: type) -> Any:
     raise UsageError(f"module {name!r} has no {wanted} at its top level{more}")
 
 
-def imported(name: str) -> ModuleType:
+def _imported(name: str) -> ModuleType:
     if name.endswith(".py"):
         raise UsageError(f"{name!r} is a file: give the module, {name[:-3].strip('./').replace('/', '.')!r}")
     if not all(part.isidentifier() for part in name.split(".")):

@@ -8,11 +8,10 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext, redirect_stdout
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
 import agent_run_ledger
-from agent_run_ledger.cli.loading import imported
-from agent_run_ledger.cli.shell import OK, PROBLEM, UsageError
+from agent_run_ledger.cli.shell import OK, PROBLEM
 from agent_run_ledger.cli.terminal import Progress, as_json, counted, plain, table
 
 if TYPE_CHECKING:
@@ -29,13 +28,14 @@ _PHRASES = {
 
 
 def preflight(given: argparse.Namespace) -> int:
+    from agent_run_ledger.cli.loading import made_by
     from agent_run_ledger.preflight import nothing_is_opened, preflight
 
     progress = Progress(sys.stderr)
     # What the user's code prints is left alone, but must not come between the JSON.
     with redirect_stdout(sys.stderr) if given.json else nullcontext():
         with nothing_is_opened():
-            ledger = _ledger_or_pipeline(given.module)
+            ledger = made_by(given.module, agent_run_ledger.AgentRunLedger, agent_run_ledger.RunLedger)
         try:
             forecast = preflight(
                 ledger,
@@ -50,31 +50,6 @@ def preflight(given: argparse.Namespace) -> int:
     else:
         _print(forecast)
     return OK if forecast.ok else PROBLEM
-
-
-def _ledger_or_pipeline(place: str) -> agent_run_ledger.AgentRunLedger | agent_run_ledger.RunLedger:
-    """What a module makes at its top level: `billing.agent`, or `billing.agent:ledger` where it makes several. Raises `UsageError`."""
-    name, _, attribute = place.partition(":")
-    made = vars(imported(name))
-    if attribute:
-        value: Any = made.get(attribute)
-        if not _is_either(value):
-            raise UsageError(f"{place} is no AgentRunLedger and no RunLedger")
-        return cast("agent_run_ledger.AgentRunLedger | agent_run_ledger.RunLedger", value)
-    found = {id(value): (key, value) for key, value in reversed(made.items()) if _is_either(value)}
-    if not found:
-        raise UsageError(f"module {name!r} has no AgentRunLedger and no RunLedger at its top level")
-    if len(found) > 1:
-        names = sorted(key for key, _ in found.values())
-        raise UsageError(
-            f"module {name!r} has several ledgers: say which, like {name}:{names[0]}; they are {', '.join(names)}"
-        )
-    ((_, value),) = found.values()
-    return cast("agent_run_ledger.AgentRunLedger | agent_run_ledger.RunLedger", value)
-
-
-def _is_either(value: object) -> bool:
-    return isinstance(value, agent_run_ledger.AgentRunLedger | agent_run_ledger.RunLedger)
 
 
 def add(add: Callable[..., argparse.ArgumentParser]) -> None:

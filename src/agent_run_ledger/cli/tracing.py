@@ -133,8 +133,6 @@ def _letter(record: RunRecord, lines: Sequence[TraceLine], is_whole: bool) -> di
 
 def approvals(given: argparse.Namespace) -> int:
     with opened_to_look(given) as ledger:
-        if given.run_id is not None:
-            ledger.get_run(given.run_id)
         found = ledger.approvals(given.run_id)
     if given.json:
         print(as_json({"approvals": [data_of(each) for each in found]}))

@@ -577,7 +577,7 @@ class AsyncDriver:
                 or not (run.is_settled or (run.is_held and self._clock.elapsed() < run.expires))
             ):
                 return None
-            plan = effect.decide(run, self._leases.moment())
+            plan = effect.decide(run, self._leases.moment(begins=False))
             if plan.drafts:
                 return None
             run.is_touched = True
@@ -635,11 +635,12 @@ class AsyncDriver:
         seen, end = await self.in_thread(lambda: self.sync.lie_down(effect))
         pause, stands, since = POLL_SECONDS, None, self._clock.elapsed()
         try:
-            while not await self.in_thread(lambda: self.sync.is_roused(effect, seen, end)):
+            while True:
                 if (now_stands := (run.history.size, frozenset(run.made))) != stands:
                     stands, since = now_stands, self._clock.elapsed()
                 is_quiet = run.suspends and self._clock.elapsed() - since >= _QUIET_SECONDS
-                await self.in_thread(partial(self.sync.may_rest, effect, is_quiet=is_quiet))
+                if not await self.in_thread(partial(self.sync.still_rests, effect, seen, end, is_quiet=is_quiet)):
+                    break
                 await self.pause(min(pause, self.sync.left(effect, end)))
                 pause = min(pause * 1.5, LONGEST_POLL_SECONDS)
         finally:

@@ -143,9 +143,10 @@ class Leases:
         """Held by the heartbeat's thread as long as it lives; None before there is one."""
         self._stop = threading.Event()
 
-    def moment(self) -> Moment:
-        """What a decision is taken by."""
-        return Moment(self._clock.now(), random.random(), None if self.room is None else self.room.lack())
+    def moment(self, *, begins: bool = True) -> Moment:
+        """What a decision is taken by; where it `begins` nothing new nobody looks at the disk."""
+        lack = self.room.lack() if begins and self.room is not None else None
+        return Moment(self._clock.now(), random.random(), lack)
 
     def run(self, run_id: str) -> HeldRun:
         """The run in this ledger's memory; not yet claimed, and perhaps not existing."""

@@ -231,8 +231,7 @@ class SyncDriver:
         seen, end = self.lie_down(effect)
         pause = POLL_SECONDS
         try:
-            while not self.is_roused(effect, seen, end):
-                self.may_rest(effect)
+            while self.still_rests(effect, seen, end):
                 self._clock.sleep(min(pause, self.left(effect, end)))
                 pause = min(pause * 1.5, LONGEST_POLL_SECONDS)
         finally:
@@ -251,6 +250,13 @@ class SyncDriver:
         """Seconds until its time has come: by the wall clock, and never more than it was meant to wait in all."""
         by_the_wall = math.inf if effect.until is None else effect.until - self._clock.now()
         return max(0.0, min(by_the_wall, end - self._clock.elapsed()))
+
+    def still_rests(self, effect: Rest, seen: int, end: float, *, is_quiet: bool = False) -> bool:
+        """Whether there is nothing to do yet; then nobody need hold the run."""
+        if self.is_roused(effect, seen, end):
+            return False
+        self.may_rest(effect, is_quiet=is_quiet)
+        return True
 
     def may_rest(self, effect: Rest, *, is_quiet: bool = False) -> None:
         """Let go of the run, if none of its calls does anything but wait. Raises `Suspended` where nobody is to wait in a thread.

@@ -42,7 +42,6 @@ def carried(
     drafts: list[Draft] = []
     outcomes: list[int] = []
     places: dict[int, int] = {}
-    rows = list(rows)
     taken = {step.signal.seq for step in history.positions.values() if step.signal is not None and step.number < before}
     until = min((step.seq for step in history.positions.values() if step.number >= before), default=history.size + 1)
     for row in rows:

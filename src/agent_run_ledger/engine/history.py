@@ -414,10 +414,7 @@ class History:
         self.last_outcome = row.seq
         self.running.discard(position)
         ok = body["ok"]
-        if ok == "completed":
-            if "signal" in body:
-                self._taken(step, body["signal"])
-        elif "signal" in body:
+        if "signal" in body:
             self._taken(step, body["signal"])
         elif (
             (step.is_doubtful or (step.has_receipt and "unproven" in body))

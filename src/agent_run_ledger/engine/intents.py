@@ -40,7 +40,7 @@ def first_intent(
     return Draft("intent", Event.START_STEP, fields, call.stored, position, attempt, call.digest, salted, fingerprint)
 
 
-def exhausted(run: LiveRun, call: Call, step: StepHistory, reason: str, before: list[Draft]) -> Plan:
+def exhausted(run: LiveRun, step: StepHistory, reason: str, before: list[Draft]) -> Plan:
     """The end of a run one of whose steps has used up its attempts."""
     if run.in_flight:
         return Plan(answer=outcomes.CLOSING)

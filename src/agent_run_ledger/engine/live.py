@@ -101,9 +101,7 @@ class LiveRun:
     @property
     def is_resting(self) -> bool:
         """Whether nothing of the run does anything but wait, so that nobody need own it."""
-        return self.made.keys() <= self.resting and self.strands <= {
-            self.made[at].maker for at in self.resting & self.made.keys()
-        }
+        return self.made.keys() <= self.resting and self.strands <= {call.maker for call in list(self.made.values())}
 
     @property
     def sent(self) -> list[Request]:

@@ -85,12 +85,13 @@ def _answered(
         return _unknown(run, call, step, answer, action.reason, moment)
     if action.kind == "dispatch":
         plan = dispatch_again(run, call, step, moment)
-        plan.drafts[:0] = [answer] if plan.drafts else []
+        if plan.drafts:
+            plan.drafts.insert(0, answer)
         return plan
     assert action.kind == "dead_letter", action
     if isinstance(error, Exception):  # the program gets the error of the last attempt, which did not take effect
         return Plan([answer, outcomes.raised(run, call, step, error, None)])
-    return exhausted(run, call, step, action.reason, [answer])
+    return exhausted(run, step, action.reason, [answer])
 
 
 def _answer(step: StepHistory, receipt: Receipt) -> Draft:

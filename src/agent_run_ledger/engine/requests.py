@@ -19,7 +19,7 @@ from agent_run_ledger.rules import canonical
 def honour(run: LiveRun, request: Request, before: list[Draft]) -> list[Draft]:
     """The entries that answer a request of somebody else, behind those that go `before` them into the same append.
 
-    None where what it is about is just being written down: it is answered next time.
+    There are none where what it is about is just being written down: it is answered next time.
     """
     try:
         if request.kind not in _DO:  # a newer version may have posted it: whoever asked reads that it was not done

@@ -47,7 +47,7 @@ def step(run: LiveRun, call: Call) -> Flow[Any]:
                 assert this.outcome.retry_at is not None
                 yield from attempts.wait_to_retry(run, call, this, this.outcome.retry_at)
             elif this.waits is not None:
-                yield from waits.rest(run, call, this)
+                yield from waits.rest(run, call)
             elif this.is_asked:
                 yield from reconcile.ask(run, call, this, error)
             elif this.ask_at is not None:
@@ -218,7 +218,7 @@ def _continue(
         return Plan(answer=AwaitLate(run, runs_on, call.options.timeout))
     is_known = call.left is not None and call.left.decides
     if action.kind == "dead_letter" and not is_known:
-        return exhausted(run, call, step, action.reason, drafts)
+        return exhausted(run, step, action.reason, drafts)
     is_dispatched = action.kind in ("dispatch", "dispatch_undeclared") and not is_known
     intent = first_intent(run, call, salted, step, is_dispatched=is_dispatched)
     standing = Standing(call.position, intent.fields["step"], call.tool, intent.attempt or 0)
@@ -277,7 +277,7 @@ def _resume(run: LiveRun, call: Call, step: StepHistory, moment: Moment) -> Plan
         case "park":
             return _park(run, step, action.reason)
         case "dead_letter":
-            return exhausted(run, call, step, action.reason, [])
+            return exhausted(run, step, action.reason, [])
         case "ask" if run.runs_on(step) is not None:  # what a receiver has not seen may be on its way
             return _park(run, step, "it ran out of time, and its function goes on in its thread")
         case "ask":

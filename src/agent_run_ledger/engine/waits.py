@@ -30,7 +30,7 @@ def waiting(wait: DurableWait, intent: Draft, moment: Moment) -> Draft:
     return Draft("waiting", Event.WAIT, fields, None, intent.position, intent.attempt)
 
 
-def rest(run: LiveRun, call: Call, step: StepHistory) -> Flow[None]:
+def rest(run: LiveRun, call: Call) -> Flow[None]:
     """Wait until what the call waits for has come, or its time has."""
     is_over = False
     while True:

@@ -14,6 +14,7 @@ from agent_run_ledger.errors import (
     StoreReadOnly,
     StoreUnavailable,
 )
+from agent_run_ledger.stores.room import free_bytes
 
 _BUSY, _LOCKED, _READONLY, _INTERRUPT, _IOERR = 5, 6, 8, 9, 10
 _CORRUPT, _FULL, _CANTOPEN, _CONSTRAINT, _NOTADB, _PERM, _AUTH = 11, 13, 14, 19, 26, 3, 23
@@ -100,11 +101,8 @@ def _full(path: str, said: str) -> StoreError:
 
 
 def _is_full(path: str) -> bool:
-    try:
-        disk = os.statvfs(os.path.dirname(path) or os.curdir)
-    except (OSError, AttributeError):
-        return False
-    return disk.f_bavail * disk.f_frsize < _LEAST_ROOM_BYTES
+    free = free_bytes(os.path.dirname(path) or os.curdir)
+    return free is not None and free < _LEAST_ROOM_BYTES
 
 
 def _cannot_open(path: str, said: str) -> StoreError:

@@ -8,7 +8,7 @@ from contextlib import suppress
 
 def free_bytes(folder: str) -> int | None:
     """Bytes that this user may still write in a folder; None where nobody can tell."""
-    with suppress(OSError):  # what is wrong with the folder the store says
+    with suppress(OSError, AttributeError):  # what is wrong with the folder the store says
         disk = os.statvfs(folder)
         if disk.f_blocks:  # what is no real disk says nothing
             return disk.f_bavail * disk.f_frsize
