@@ -20,6 +20,7 @@ import pytest
 from agent_run_ledger.contract import Row
 from agent_run_ledger.stores.sqlite import LARGE_PAYLOAD_BYTES, SqliteStore
 from agent_run_ledger.testing import FakeClock, a_row
+from agent_run_ledger.testing.stores.words import LISTING
 
 _IS_PLACE = [name.startswith(("CALL", "RESUME", "JUMP_BACKWARD")) for name in dis.opname]
 
@@ -95,7 +96,7 @@ class Ledger:
         self.number = 0
 
     def _made(self, store: SqliteStore, run_id: str) -> int:
-        lease = store.create(run_id, "a" if store is self.store else "b", 1e9, b"s" * 32, [a_row(1)])
+        lease = store.create(run_id, "a" if store is self.store else "b", 1e9, b"s" * 32, [a_row(1)], LISTING)
         assert lease is not None
         return lease.token
 

@@ -44,6 +44,7 @@ from agent_run_ledger.stores.filelock import WriteLock
 from agent_run_ledger.stores.owners import file_system_of
 from agent_run_ledger.stores.sqlite import SqliteStore
 from agent_run_ledger.testing import FakeClock, a_row
+from agent_run_ledger.testing.stores.words import LISTING
 
 SECRET = b"s" * 32
 SOURCES = str(Path(schema.__file__).parents[2])
@@ -66,7 +67,7 @@ def store(path: Path, clock: FakeClock) -> Iterator[SqliteStore]:
 
 
 def create(store: SqliteStore, run_id: str = "r", owner: str = "a", rows: list[Row] | None = None) -> int:
-    lease = store.create(run_id, owner, 30.0, SECRET, rows or [a_row(1, "created", b"{}")])
+    lease = store.create(run_id, owner, 30.0, SECRET, rows or [a_row(1, "created", b"{}")], LISTING)
     assert lease is not None
     return lease.token
 
@@ -450,7 +451,7 @@ def test_a_view_of_one_run_reads_that_run_only(store: SqliteStore, path: Path) -
 OWNER = """
 store = SqliteStore(sys.argv[1], clock=FakeClock())
 for run_id in ("r", "s"):
-    store.create(run_id, sys.argv[2], 30.0, b"s" * 32, [a_row(1)])
+    store.create(run_id, sys.argv[2], 30.0, b"s" * 32, [a_row(1)], Listing(1.5))
 print("ready", flush=True)
 sys.stdin.read()
 store.close()

@@ -16,6 +16,7 @@ from agent_run_ledger.contract import Append, Row, Store
 from agent_run_ledger.errors import LedgerError, StoreError
 from agent_run_ledger.stores import open_store
 from agent_run_ledger.testing import FakeClock, StoreContract, a_row
+from agent_run_ledger.testing.stores.words import LISTING
 
 
 @pytest.fixture
@@ -64,7 +65,7 @@ several_appends = st.lists(
 def a_busy_store(path: str, clock: FakeClock) -> Store:
     store = open_store(path, durability="process", clock=clock)
     for run_id in ("taken over", "held", "posted", "given back", "noted"):
-        assert store.create(run_id, "a", 10.0 if run_id == "taken over" else 1e6, b"s" * 32, [a_row(1)])
+        assert store.create(run_id, "a", 10.0 if run_id == "taken over" else 1e6, b"s" * 32, [a_row(1)], LISTING)
     clock.advance(11.0)
     store.claim("taken over", "b", 1e6)
     store.post("posted", "signal", b"", "somebody", 1.0)

@@ -125,11 +125,19 @@ class Agent(Registered):
             self.hints.pop(asked, None)
         self.takes = self.takes.without(self.asks_run)
 
-    def created(self, given: dict[str, Any], limit: int, parent: str | None) -> Draft:
+    def created(
+        self,
+        given: dict[str, Any],
+        limit: int,
+        parent: str | None,
+        queue: str | None = None,
+        priority: int = 0,
+        key: str | None = None,
+    ) -> Draft:
         """The first entry of its run."""
         return runs.created(
             self.name, given, pipeline=False, limit=limit, declared=functions.together(self.hints.values()),
-            agent=self.name, parent=parent,
+            agent=self.name, parent=parent, queue=queue, priority=priority, key=key,
         )  # fmt: skip
 
     def given(self, draft: Draft) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What a store promises: finished bytes in, the same bytes out, and every write fenced. Seventeen verbs, no rules.
+"""What a store promises: finished bytes in, the same bytes out, and every write fenced. It knows no rules.
 
 `testing.StoreContract` is this page as tests; a store that passes it can stand under the engine.
 """
@@ -66,6 +66,23 @@ class Lease:
     """The fencing token: every change of owner raises it, every write carries it."""
     secret: bytes
     """The run's 32 random bytes that salt its digests; empty where they were erased."""
+    agent: str | None = None
+    """The agent of its listing, where `claim_due` gave the lease: who claims one run by name knows whose it is."""
+
+
+class Listing(NamedTuple):
+    """What a listing sorts a run by and a worker finds it by: copies of what its first entry says."""
+
+    created_at: float
+    """Wall time of its first entry, Unix seconds."""
+    agent: str | None = None
+    """The name of the agent that is its program; None where that is not registered anywhere."""
+    queue: str | None = None
+    """Whose workers may take it; None where none ever looks at it."""
+    priority: int = 0
+    """Larger ones are taken first."""
+    key: str | None = None
+    """Runs of one queue with an equal key can be limited together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +95,32 @@ class Head:
     inbox: int
     note: str | None
     """A divergence that a program met; it proves nothing and goes with the next entry or claim."""
+    listing: Listing
+    idle_seconds: float | None = None
+    """Since its owner claimed or renewed it, by the store's clock; None without an owner, or where another boot's clock counts."""
+    lease_left: float | None = None
+    """Seconds until the lease runs out, negative once it has; None as above."""
+    due_in: float | None = None
+    """Seconds until a worker may take it, 0 or less where one may now; None where none will look before a request comes."""
+
+
+class QueueTerms(NamedTuple):
+    """One queue that a worker serves, and how many of its runs may be owned at once, by all workers together."""
+
+    name: str
+    concurrency: int | None = None
+    """Of the whole queue; None: as many as there are slots."""
+    per_key: int | None = None
+    """Of those with one `key`; runs without a key are not limited."""
+
+
+class Beat(NamedTuple):
+    """What a worker said last."""
+
+    worker: str
+    said: bytes
+    idle_seconds: float
+    """Since it said so, by the store's clock."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,16 +142,82 @@ class Summary(NamedTuple):
     last: Row
 
 
-class Store(Protocol):
+class Queues(Protocol):
+    """How workers find runs. A run of a queue is *due* at a time of the store's clock, or not before a request comes.
+
+    Whoever may lose a run says when it is due, so that no run is forgotten: a run that is owned stays due from when it was claimed,
+    so that a dead owner's is taken again. A run without a queue is never due.
+    """
+
+    def enqueue(self, run_id: str, secret: bytes, rows: Sequence[Row], listing: Listing, due_in: float) -> bool:
+        """Make a run with its first entries that nobody owns, due in so many seconds, on stable storage.
+
+        False where a run of that id exists already: nothing is written then. Workers that wait are told.
+        """
+
+    def claim_due(
+        self, owner: str, lease_seconds: float, queues: Sequence[QueueTerms], agents: Sequence[str], at_most: int
+    ) -> list[Lease]:
+        """Take up to `at_most` runs of these queues and agents that are due and that nobody owns, each under a new token.
+
+        Larger priority first, then the one that has been due for longer, over all the queues together. No limit of a queue is passed,
+        however many claim at once. Skips what others are claiming at this moment.
+        """
+
+    def next_due(self, queues: Sequence[str], agents: Sequence[str]) -> float | None:
+        """Seconds until the first run of these that nobody owns is due, 0.0 where one is now; None where there is none. Waits for no lock."""
+
+    def free_dead(self) -> int:
+        """Take every run of a queue from an owner who is known to be dead or whose lease ran out, and say how many there were."""
+
+    def wait_for_work(self, seconds: float) -> bool:
+        """Return after `seconds`, or at once (True) when somebody may have made a run due or called `wake`. Only ever a hint."""
+
+    def wake(self) -> None:
+        """Let all of this store's `wait_for_work` return."""
+
+    def beat(self, worker: str, said: bytes) -> None:
+        """Note what a worker says of itself, and that it lives now."""
+
+    def leave(self, worker: str) -> None:
+        """Forget a worker, which has ended in good order."""
+
+    def workers(self) -> list[Beat]:
+        """What all workers said last, those that were first heard first; dead ones too, until they are forgotten after a day."""
+
+
+class Store(Queues, Protocol):
     """One ledger's storage. Thread-safe. Every verb is one transaction; none calls user code."""
+
+    is_remote: bool
+    """Whether its verbs may wait for a network: an event loop must not call them itself."""
+    place: str
+    """Where it is, in words for people, without secrets: a path, or an address."""
 
     def first_token(self) -> int:
         """The fencing token that `create` gives: the epoch, times 2**20, plus one. A restored backup begins a new epoch."""
 
-    def create(self, run_id: str, owner: str, lease_seconds: float, secret: bytes, rows: Sequence[Row]) -> Lease | None:
+    def create(
+        self, run_id: str, owner: str, lease_seconds: float, secret: bytes, rows: Sequence[Row], listing: Listing
+    ) -> Lease | None:
         """Make a run with its first entries and give it to `owner` with the first token, on stable storage.
 
-        None where a run of that id exists already: nothing is written then.
+        None where a run of that id exists already: nothing is written then. Where it has a queue it is due from now on.
+        """
+
+    def adopt(
+        self,
+        run_id: str,
+        token: int,
+        secret: bytes,
+        listing: Listing,
+        pages: Iterable[Sequence[Row]],
+        requests: Sequence[Request],
+        due_in: float | None,
+    ) -> bool:
+        """Take in a run of another store as it stands there, all of it or nothing, owned by nobody, on stable storage.
+
+        `token` is the last one that was given there; the next claim gives a larger one. False where a run of that id exists already.
         """
 
     def claim(self, run_id: str, owner: str, lease_seconds: float) -> Lease:
@@ -121,8 +230,12 @@ class Store(Protocol):
     def renew(self, run_id: str, token: int, lease_seconds: float) -> int:
         """Move the lease's end and return the inbox counter. Raises `LeaseLost` where the token is old."""
 
-    def release(self, run_id: str, token: int) -> None:
-        """Give the run back. Does nothing where the token is old."""
+    def release(self, run_id: str, token: int, *, inbox: int = 0, due_in: float | None = None) -> None:
+        """Give the run back. Does nothing where the token is old.
+
+        A run of a queue is due in `due_in` seconds; at once where its inbox is past `inbox`, which is as far as the owner has looked;
+        with None not before a request comes.
+        """
 
     def append(self, run_id: str, token: int, inbox: int, rows: Sequence[Row], *, synced: bool) -> bool:
         """Write all rows or none, if the token is the run's token and its inbox counter is still `inbox`.
@@ -163,8 +276,11 @@ class Store(Protocol):
     def summaries(self, run_id: str | None = None) -> Iterator[Summary]:
         """One summary per run, oldest first; of one run where `run_id` is given. Reads in pages, holds no transaction in between."""
 
-    def post(self, run_id: str, kind: str, payload: bytes, who: str, at: float) -> int:
-        """Put a request into a run's inbox and return its id, which is the new inbox counter. Raises `RunNotFound`."""
+    def post(self, run_id: str, kind: str, payload: bytes, who: str, at: float, *, due_in: float = 0.0) -> int:
+        """Put a request into a run's inbox and return its id, which is the new inbox counter. Raises `RunNotFound`.
+
+        A run of a queue is due in `due_in` seconds, unless it is sooner. Workers that wait are told.
+        """
 
     def inbox(self, run_id: str, after: int) -> list[Request]:
         """The requests with `id > after`, in order."""

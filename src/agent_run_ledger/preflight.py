@@ -238,11 +238,9 @@ class _Copy(MemoryStore):
         self.at_frontier: Callable[[str, Sequence[Row]], None] = lambda run_id, rows: None
         rows, secret = store.read(run_id), store.secret(run_id)
         self.history = History.read(run_id, secret, rows)
-        lease = super().create(run_id, "nobody", 1.0, secret, rows)
-        assert lease is not None
-        super().release(run_id, lease.token)
-        for request in store.inbox(run_id, 0):
-            super().post(run_id, request.kind, request.payload, request.who, request.at)
+        head = store.head(run_id)
+        assert head is not None
+        super().adopt(run_id, head.token, secret, head.listing, [rows], store.inbox(run_id, 0), None)
 
     def append(self, run_id: str, token: int, inbox: int, rows: Sequence[Row], *, synced: bool) -> bool:
         self.at_frontier(run_id, rows)

@@ -14,6 +14,7 @@ from typing import Any
 from agent_run_ledger.contract import Clock, Store
 from agent_run_ledger.drivers import reading
 from agent_run_ledger.drivers.workers import Work
+from agent_run_ledger.engine import runs
 from agent_run_ledger.engine.effects import Moment
 from agent_run_ledger.engine.history import History
 from agent_run_ledger.engine.live import LiveRun
@@ -169,7 +170,8 @@ class Leases:
         sealed = seal(history, token, self._clock.now(), drafts)
         expires = self._clock.elapsed() + self._lease_seconds
         rows = [row for row, _ in sealed]
-        if self._store.create(run_id, self.owner, self._lease_seconds, secret, rows) is None:
+        listing = runs.listing(sealed[0][1])
+        if self._store.create(run_id, self.owner, self._lease_seconds, secret, rows, listing) is None:
             return None
         run = self.run(run_id)
         with run.lock:

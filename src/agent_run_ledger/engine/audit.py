@@ -7,9 +7,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from agent_run_ledger import merkle
-from agent_run_ledger.contract import Head, Request, Row
+from agent_run_ledger.contract import Head, Listing, Request, Row
 from agent_run_ledger.engine.history import KEPT_BYTES, History
 from agent_run_ledger.engine.log import PAUSES
+from agent_run_ledger.engine.runs import listing
 from agent_run_ledger.model import Event, Finding, RunState
 from agent_run_ledger.rules import canonical, digests
 from agent_run_ledger.rules.lifecycle import DELTA
@@ -73,6 +74,8 @@ class Audit:
         self.seen: set[tuple[str | None, int | None, str]] = set()
         self.is_carrying = False
         """Whether the run was made from another one, and what stands here was carried over."""
+        self.listing: Listing | None = None
+        """What the run is to be found by, as its first entry says."""
         self.history = History(run_id, secret)
         """The fold that everybody else reads runs with; an entry that it cannot take is a finding."""
 
@@ -120,6 +123,7 @@ class Audit:
             return
         if row.kind == "created":
             self.is_carrying = "forked_from" in body
+            self.listing = listing(body) if "at" in body else None
         elif "carried" not in body:
             self.is_carrying = False
         elif not self.is_carrying:
@@ -276,6 +280,10 @@ class Audit:
             return
         if self.size == 0:
             self.found(None, "sequence", "the run has a head and no entries")
+        if self.listing is not None and head.listing != self.listing:
+            self.found(
+                None, "head", f"the head is listed as {tuple(head.listing)}, its first entry says {tuple(self.listing)}"
+            )
         if head.token < self.token:
             self.found(
                 None, "fencing", f"the head's fencing token {head.token} is older than the last entry's {self.token}"

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+from agent_run_ledger.contract import Listing
 from agent_run_ledger.engine import admission
 from agent_run_ledger.engine.effects import Commit, Flow, GiveBack, Moment, Plan
 from agent_run_ledger.engine.history import History
@@ -44,17 +45,25 @@ def created(
     declared: Any = None,
     agent: str | None = None,
     parent: str | None = None,
+    queue: str | None = None,
+    priority: int = 0,
+    key: str | None = None,
 ) -> Draft:
-    """The first entry: what the run is for, what it was given, which agent's run it is, and whose child."""
+    """The first entry: what the run is for, what it was given, which agent's run it is, whose child, and in which queue it waits."""
     fields: dict[str, Any] = {"format": FORMAT}
     if pipeline:
         fields["pipeline"] = True
-    if agent is not None:
-        fields["agent"] = agent
-    if parent is not None:
-        fields["parent"] = parent
+    if priority:
+        fields["priority"] = priority
+    named = {"agent": agent, "parent": parent, "queue": queue, "key": key}
+    fields |= {name: value for name, value in named.items() if value is not None}
     payload = stored({"goal": goal, "input": given}, "the goal or input of the run", limit, declared)
     return Draft("created", None, fields, payload)
+
+
+def listing(body: Mapping[str, Any]) -> Listing:
+    """What a run is found by, as its first entry says. Raises `LookupError` where that lacks something."""
+    return Listing(body["at"], body.get("agent"), body.get("queue"), body.get("priority", 0), body.get("key"))
 
 
 def check_same(history: History, draft: Draft) -> None:

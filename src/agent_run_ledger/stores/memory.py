@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from agent_run_ledger.contract import Append, Head, Lease, Request, Row, Summary
+from agent_run_ledger.contract import Append, Beat, Head, Lease, Listing, QueueTerms, Request, Row, Summary
 from agent_run_ledger.errors import LeaseLost, LedgerError, RunNotFound, RunOwned, StoreError, StoreUnavailable
 from agent_run_ledger.stores import lifetime
 from agent_run_ledger.stores.clock import SystemClock
 
 if TYPE_CHECKING:
     from agent_run_ledger.contract import Clock
+
+_FORGOTTEN_SECONDS = 86_400.0
 
 
 @dataclass(slots=True)
@@ -24,6 +27,9 @@ class _Run:
     seconds: float
     secret: bytes
     rows: list[Row]
+    listing: Listing
+    due: float | None
+    """When a worker may take it, in seconds of the elapsed clock."""
     requests: list[Request] = field(default_factory=list)
     note: str | None = None
 
@@ -31,25 +37,59 @@ class _Run:
 class MemoryStore:
     """A `Store` that several ledgers of one process can share. Nobody can die here alone, so only time frees a run."""
 
+    is_remote = False
+    place = ":memory:"
+
     def __init__(self, *, clock: Clock | None = None) -> None:
         self.clock: Clock = clock or SystemClock()
-        self._mutex = threading.RLock()
         self._runs: dict[str, _Run] = {}
+        self._beats: dict[str, tuple[bytes, float]] = {}
         self._is_closed = False
+        self._renew_locks()
         lifetime.watch(self)
+
+    def _renew_locks(self) -> None:
+        self._mutex = threading.RLock()
+        self._news = threading.Condition(self._mutex)
+        self._told = 0
+        """How often something came up that a worker could wait for."""
 
     def first_token(self) -> int:
         return 1
 
-    def create(self, run_id: str, owner: str, lease_seconds: float, secret: bytes, rows: Sequence[Row]) -> Lease | None:
+    def create(
+        self, run_id: str, owner: str, lease_seconds: float, secret: bytes, rows: Sequence[Row], listing: Listing
+    ) -> Lease | None:
         with self._mutex:
             self._refuse_if_closed()
             if run_id in self._runs:
                 return None
             _refuse_gaps([], rows)
-            until = self.clock.elapsed() + lease_seconds
-            self._runs[run_id] = _Run(owner, 1, until, lease_seconds, secret, list(rows))
+            elapsed = self.clock.elapsed()
+            due = elapsed if listing.queue is not None else None
+            until = elapsed + lease_seconds
+            self._runs[run_id] = _Run(owner, 1, until, lease_seconds, secret, list(rows), listing, due)
             return Lease(run_id, owner, 1, secret)
+
+    def adopt(
+        self,
+        run_id: str,
+        token: int,
+        secret: bytes,
+        listing: Listing,
+        pages: Iterable[Sequence[Row]],
+        requests: Sequence[Request],
+        due_in: float | None,
+    ) -> bool:
+        rows = [row for page in pages for row in page]
+        with self._mutex:
+            self._refuse_if_closed()
+            if run_id in self._runs:
+                return False
+            _refuse_gaps([], rows)
+            run = self._runs[run_id] = _Run(None, token, 0.0, 0.0, secret, rows, listing, None, list(requests))
+            self._be_due(run, due_in)
+            return True
 
     def claim(self, run_id: str, owner: str, lease_seconds: float) -> Lease:
         with self._mutex:
@@ -68,12 +108,13 @@ class MemoryStore:
             run.until, run.seconds = self.clock.elapsed() + lease_seconds, lease_seconds
             return len(run.requests)
 
-    def release(self, run_id: str, token: int) -> None:
+    def release(self, run_id: str, token: int, *, inbox: int = 0, due_in: float | None = None) -> None:
         with self._mutex:
             self._refuse_if_closed()
             run = self._runs.get(run_id)
-            if run is not None and run.token == token:
+            if run is not None and run.token == token and run.owner is not None:
                 run.owner = None
+                self._be_due(run, 0.0 if len(run.requests) > inbox else due_in)
 
     def append(self, run_id: str, token: int, inbox: int, rows: Sequence[Row], *, synced: bool) -> bool:
         with self._mutex:
@@ -109,7 +150,7 @@ class MemoryStore:
         with self._mutex:
             self._refuse_if_closed()
             run = self._runs.get(run_id)
-            return None if run is None else _head(run_id, run)
+            return None if run is None else self._head(run_id, run)
 
     def secret(self, run_id: str) -> bytes:
         with self._mutex:
@@ -125,13 +166,16 @@ class MemoryStore:
             with self._mutex:
                 self._refuse_if_closed()
                 run = self._runs[key]
-                summary = Summary(_head(key, run), run.rows[0], run.rows[-1])
+                summary = Summary(self._head(key, run), run.rows[0], run.rows[-1])
             yield summary
 
-    def post(self, run_id: str, kind: str, payload: bytes, who: str, at: float) -> int:
+    def post(self, run_id: str, kind: str, payload: bytes, who: str, at: float, *, due_in: float = 0.0) -> int:
         with self._mutex:
             run = self._run(run_id)
             run.requests.append(Request(len(run.requests) + 1, kind, payload, who, at))
+            due = self.clock.elapsed() + due_in
+            if run.due is None or due < run.due:
+                self._be_due(run, due_in)
             return len(run.requests)
 
     def inbox(self, run_id: str, after: int) -> list[Request]:
@@ -154,6 +198,105 @@ class MemoryStore:
         with self._mutex:
             self._is_closed = True
             self._runs.clear()
+            self._tell()
+
+    # --- queues -------------------------------------------------------------------------------------------------------
+
+    def enqueue(self, run_id: str, secret: bytes, rows: Sequence[Row], listing: Listing, due_in: float) -> bool:
+        with self._mutex:
+            self._refuse_if_closed()
+            if run_id in self._runs:
+                return False
+            _refuse_gaps([], rows)
+            run = self._runs[run_id] = _Run(None, 0, 0.0, 0.0, secret, list(rows), listing, None)
+            self._be_due(run, due_in)
+            return True
+
+    def claim_due(
+        self, owner: str, lease_seconds: float, queues: Sequence[QueueTerms], agents: Sequence[str], at_most: int
+    ) -> list[Lease]:
+        with self._mutex:
+            self._refuse_if_closed()
+            terms = {queue.name: queue for queue in queues}
+            busy = Counter[tuple[str | None, str | None]]()
+            for run in self._runs.values():
+                if run.owner is not None and run.due is not None:
+                    _count(busy, run.listing)
+            elapsed = self.clock.elapsed()
+            leases: list[Lease] = []
+            for run_id, run in sorted(self._unowned(list(terms), agents), key=lambda item: _rank(item[1])):
+                if len(leases) == at_most or run.due is None or run.due > elapsed:
+                    continue
+                if _is_full(busy, terms[run.listing.queue or ""], run.listing.key):
+                    continue
+                _count(busy, run.listing)
+                run.owner, run.token, run.note = owner, run.token + 1, None
+                run.until, run.seconds = elapsed + lease_seconds, lease_seconds
+                leases.append(Lease(run_id, owner, run.token, run.secret, run.listing.agent))
+            return leases
+
+    def next_due(self, queues: Sequence[str], agents: Sequence[str]) -> float | None:
+        with self._mutex:
+            self._refuse_if_closed()
+            due = [run.due for _, run in self._unowned(queues, agents) if run.due is not None]
+            return max(0.0, min(due) - self.clock.elapsed()) if due else None
+
+    def free_dead(self) -> int:
+        with self._mutex:
+            self._refuse_if_closed()
+            elapsed = self.clock.elapsed()
+            dead = [
+                run
+                for run in self._runs.values()
+                if run.owner is not None and run.due is not None and run.until <= elapsed
+            ]
+            for run in dead:
+                run.owner = None
+            return len(dead)
+
+    def wait_for_work(self, seconds: float) -> bool:
+        with self._mutex:
+            told = self._told
+            return self._news.wait_for(lambda: self._told != told or self._is_closed, seconds)
+
+    def wake(self) -> None:
+        with self._mutex:
+            self._tell()
+
+    def beat(self, worker: str, said: bytes) -> None:
+        with self._mutex:
+            self._refuse_if_closed()
+            self._beats[worker] = said, self.clock.elapsed()
+
+    def leave(self, worker: str) -> None:
+        with self._mutex:
+            self._beats.pop(worker, None)
+
+    def workers(self) -> list[Beat]:
+        with self._mutex:
+            self._refuse_if_closed()
+            now = self.clock.elapsed()
+            self._beats = {
+                worker: (said, at) for worker, (said, at) in self._beats.items() if now - at < _FORGOTTEN_SECONDS
+            }
+            return [Beat(worker, said, now - at) for worker, (said, at) in self._beats.items()]
+
+    def _unowned(self, queues: Sequence[str], agents: Sequence[str]) -> Iterator[tuple[str, _Run]]:
+        for run_id, run in self._runs.items():
+            if run.owner is None and run.listing.queue in queues and run.listing.agent in agents:
+                yield run_id, run
+
+    def _be_due(self, run: _Run, due_in: float | None) -> None:
+        if run.listing.queue is not None:
+            run.due = None if due_in is None else self.clock.elapsed() + due_in
+            if due_in is not None:
+                self._tell()
+
+    def _tell(self) -> None:
+        self._told += 1
+        self._news.notify_all()
+
+    # --- forks, and what goes wrong -----------------------------------------------------------------------------------
 
     def before_fork(self) -> None:
         self._mutex.acquire()
@@ -162,7 +305,7 @@ class MemoryStore:
         self._mutex.release()
 
     def after_fork_in_child(self) -> None:
-        self._mutex = threading.RLock()  # the child's runs are a copy, and go their own way
+        self._renew_locks()  # the child's runs are a copy, and go their own way
 
     def _answer(self, append: Append, synced: bool) -> bool | LedgerError:
         try:
@@ -187,9 +330,35 @@ class MemoryStore:
             raise LeaseLost(run_id, token)
         return run
 
+    def _head(self, run_id: str, run: _Run) -> Head:
+        elapsed = self.clock.elapsed()
+        return Head(
+            run_id,
+            run.owner,
+            run.token,
+            len(run.requests),
+            run.note,
+            run.listing,
+            idle_seconds=max(0.0, elapsed - (run.until - run.seconds)) if run.owner is not None else None,
+            lease_left=run.until - elapsed if run.owner is not None else None,
+            due_in=run.due - elapsed if run.due is not None else None,
+        )
 
-def _head(run_id: str, run: _Run) -> Head:
-    return Head(run_id, run.owner, run.token, len(run.requests), run.note)
+
+def _rank(run: _Run) -> tuple[int, float]:
+    return -run.listing.priority, run.due or 0.0
+
+
+def _count(busy: Counter[tuple[str | None, str | None]], listing: Listing) -> None:
+    busy[listing.queue, None] += 1
+    if listing.key is not None:
+        busy[listing.queue, listing.key] += 1
+
+
+def _is_full(busy: Counter[tuple[str | None, str | None]], terms: QueueTerms, key: str | None) -> bool:
+    if terms.concurrency is not None and busy[terms.name, None] >= terms.concurrency:
+        return True
+    return terms.per_key is not None and key is not None and busy[terms.name, key] >= terms.per_key
 
 
 def _shortened(row: Row, payloads_up_to: int) -> Row:

@@ -9,6 +9,7 @@ from agent_run_ledger.contract import Lease, Store
 from agent_run_ledger.errors import RunNotFound, RunOwned, StoreUnavailable
 from agent_run_ledger.testing.clock import FakeClock
 from agent_run_ledger.testing.stores.words import (
+    LISTING,
     SECRET,
     a_row,
     create,
@@ -149,7 +150,7 @@ class LookingContract:
         got: list[Lease | None] = []
 
         def work(owner: str) -> None:
-            got.append(store.create("r", owner, 30.0, SECRET, [a_row(1, "created")]))
+            got.append(store.create("r", owner, 30.0, SECRET, [a_row(1, "created")], LISTING))
 
         in_threads([partial(work, owner) for owner in "abcdefgh"])
         assert sum(lease is not None for lease in got) == 1

@@ -6,6 +6,7 @@ from agent_run_ledger.contract import Lease, Store
 from agent_run_ledger.errors import LeaseLost, RunNotFound, RunOwned, StoreError
 from agent_run_ledger.testing.clock import FakeClock
 from agent_run_ledger.testing.stores.words import (
+    LISTING,
     SECRET,
     a_row,
     create,
@@ -34,8 +35,8 @@ class OwnershipContract:
     def test_a_run_is_created_once_and_a_second_create_changes_nothing(self, store: Store) -> None:
         create(store, "r")
         before = (store.head("r"), store.read("r"), store.secret("r"))
-        assert store.create("r", "b", 30.0, b"other".ljust(32), [a_row(1, "created", b'{"goal":"other"}')]) is None
-        assert store.create("r", "a", 30.0, SECRET, [a_row(1)]) is None
+        assert store.create("r", "b", 30.0, b"other".ljust(32), [a_row(1, "created", b"other")], LISTING) is None
+        assert store.create("r", "a", 30.0, SECRET, [a_row(1)], LISTING) is None
         assert (store.head("r"), store.read("r"), store.secret("r")) == before
 
     def test_a_run_that_could_not_be_created_whole_does_not_exist(self, store: Store) -> None:

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from agent_run_ledger.contract import Append, Head, Lease, Row, Store
+from agent_run_ledger.contract import Append, Head, Lease, Listing, Row, Store
 from agent_run_ledger.errors import LedgerError
 
 
@@ -19,6 +19,8 @@ def a_row(seq: int, kind: str = "note", payload: bytes | None = None, *, state: 
 
 _E = TypeVar("_E", bound=LedgerError)
 SECRET = b"s" * 32
+LISTING = Listing(1.5)
+"""What a run is found by that is in no queue."""
 
 
 def create(
@@ -29,7 +31,7 @@ def create(
     lease_seconds: float = 30.0,
     rows: Sequence[Row] | None = None,
 ) -> Lease:
-    lease = store.create(run_id, owner, lease_seconds, SECRET, rows or [a_row(1, "created", b"{}")])
+    lease = store.create(run_id, owner, lease_seconds, SECRET, rows or [a_row(1, "created", b"{}")], LISTING)
     assert lease is not None
     return lease
 
