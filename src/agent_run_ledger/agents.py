@@ -12,9 +12,9 @@ from agent_run_ledger.drivers.context import caller, current_step, place_variabl
 from agent_run_ledger.drivers.leases import HeldRun
 from agent_run_ledger.drivers.sync import Suspended
 from agent_run_ledger.engine import admission, runs
-from agent_run_ledger.engine.call import Call, Options
-from agent_run_ledger.errors import EffectConflict, InvalidArguments, UnorderedStep
-from agent_run_ledger.model import Budget, Effect, RunState
+from agent_run_ledger.engine.call import Begun, Call, Options, declared
+from agent_run_ledger.errors import EffectConflict, InvalidArguments, RunClosed, UnorderedStep
+from agent_run_ledger.model import Budget, Effect, RetryPolicy, RunState
 from agent_run_ledger.rules import canonical, checks, functions
 from agent_run_ledger.rules.functions import Signature
 from agent_run_ledger.rules.names import check_name
@@ -112,8 +112,18 @@ class Tool(Registered):
 class Agent(Registered):
     """A function whose calls of tools are the steps of one run."""
 
-    def __init__(self, function: Callable[..., Any], name: str | None, budget: Budget | None, returns: Any) -> None:
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        name: str | None,
+        budget: Budget | None,
+        returns: Any,
+        retry: RetryPolicy | None,
+        fatal: Any,
+    ) -> None:
         super().__init__(function, name, "agent name")
+        terms = declared({"retry": retry, "fatal": fatal})
+        self.retry, self.fatal = terms.retry, terms.fatal
         if budget is not None and not isinstance(budget, Budget):
             raise InvalidArguments(f"budget= is a Budget, not {budget!r}")
         self.budget = budget
@@ -150,6 +160,7 @@ class Agent(Registered):
 
     def apply(self, held: HeldRun) -> None:
         """Give the run the limits of its agent."""
+        held.retry, held.fatal = self.retry, self.fatal
         if self.budget is not None:
             held.limit = self.budget.steps or held.limit
             held.deadline = self.budget.deadline.timestamp() if self.budget.deadline is not None else held.deadline
@@ -168,9 +179,10 @@ class Agent(Registered):
         parent = place.run.run_id
 
         def begin(**given: Any) -> Any:
-            begun = Start(
-                self, given, child_of(current_step().idempotency_key), None, parent, place.run.suspends, place.run._held
-            )
+            held = place.run._held
+            begun = Start(self, given, child_of(current_step().idempotency_key), None, parent, held.suspends, held)
+            if held.is_worked:
+                return hand_over(ledger, begun, held, is_async=place.run.is_async)
             return abegin(ledger, begun) if self.takes.is_async else run_to_its_end(ledger, begun)
 
         options = Options(effect=Effect.IDEMPOTENT, returns=self.returns)
@@ -198,6 +210,8 @@ class Start:
     """Whether its program ends where it would have to wait for what has not come."""
     within: HeldRun | None = None
     """The run whose program has called it."""
+    is_worked: bool = False
+    """Whether a worker drives it."""
 
 
 @contextmanager
@@ -222,6 +236,29 @@ def refuse_itself(run_id: str | None) -> None:
         raise UnorderedStep(run_id, "run", "its own program")
 
 
+def hand_over(ledger: Ledger, start: Start, parent: HeldRun, *, is_async: bool) -> Any:
+    """Leave a child to the workers of its parent's queue. Returns `Begun`, or what it returned where it has ended before.
+
+    In an async program what is returned has to be awaited: the store may take its time.
+    """
+    if is_async:
+        return ledger._asynchronous.in_thread(lambda: hand_over(ledger, start, parent, is_async=False))
+    agent, history, run_id = start.agent, parent.history, start.run_id or ""
+    limit = ledger._payload_limit
+    draft = agent.created(start.given, limit, start.parent, history.queue, history.priority)
+    if ledger._leases.enqueue(run_id, [draft], 0.0):
+        return Begun(run_id)
+    summary = ledger._summary(run_id)
+    if summary.head.listing.queue is None:  # it was begun by a program of its own, which has died
+        return run_to_its_end(ledger, start)
+    record = ledger._record(summary)
+    if record.status == RunState.COMPLETED:
+        return record.result
+    if RunState(record.status).is_terminal:
+        raise RunClosed(run_id, RunState(record.status), record.cause)
+    return Begun(run_id)
+
+
 def run_to_its_end(ledger: Ledger, start: Start) -> Any:
     """Run an agent, or go on with its run, in the calling thread, and return its result."""
     agent = start.agent
@@ -232,7 +269,7 @@ def run_to_its_end(ledger: Ledger, start: Start) -> Any:
         agent.apply(held)
         if held.history.state is RunState.COMPLETED:
             return agent.result(held.history.result)
-        held.suspends = start.suspends
+        held.suspends, held.is_worked = start.suspends, start.is_worked
         if held.history.is_in_doubt and not held.history.state.is_terminal:
             settle(ledger, held, ledger._tools)
         if (refusal := admission.refusal(held, pipeline=False)) is not None:
@@ -264,7 +301,7 @@ async def abegin(ledger: Ledger, start: Start) -> Any:
         agent.apply(held)
         if held.history.state is RunState.COMPLETED:
             return agent.result(held.history.result)
-        held.suspends = start.suspends
+        held.suspends, held.is_worked = start.suspends, start.is_worked
         if held.history.is_in_doubt and not held.history.state.is_terminal:
             await asettle(ledger, held, ledger._tools)
         if (refusal := admission.refusal(held, pipeline=False)) is not None:

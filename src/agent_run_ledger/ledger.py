@@ -42,6 +42,7 @@ from agent_run_ledger.model import (
     Diagnosis,
     Finding,
     Inspection,
+    RetryPolicy,
     RunRecord,
     RunState,
     StepRecord,
@@ -595,17 +596,27 @@ class AgentRunLedger(Ledger):
         return register
 
     def agent(
-        self, function: Any = None, /, *, name: str | None = None, budget: Budget | None = None, returns: Any = None
+        self,
+        function: Any = None,
+        /,
+        *,
+        name: str | None = None,
+        budget: Budget | None = None,
+        returns: Any = None,
+        retry: RetryPolicy | None = None,
+        fatal: tuple[type[BaseException], ...] = (),
     ) -> Callable[[F], F]:
         """Register the function below as an agent: plain Python, sync or async, whose calls of tools are the steps of its run.
 
-        A parameter annotated `Run` is given the run. `run` and `arun` start it; called inside another agent it is a child run.
+        A parameter annotated `Run` is given the run. `run` and `arun` start it, `submit` leaves it to workers; called inside another
+        agent it is a child run. Where a worker drives it and an exception leaves it, it is begun anew as `retry` says, and goes on
+        where it stood; then, or at once after one that is `fatal`, the run is FAILED.
         """
         if function is not None:
             raise InvalidArguments("@ledger.agent takes parentheses: @ledger.agent() or @ledger.agent(budget=...)")
 
         def register(fn: F) -> F:
-            agent = Agent(fn, name, budget, returns)
+            agent = Agent(fn, name, budget, returns, retry, fatal)
             self._register(self._agents, agent, "agent")
             return as_agent(fn, agent, self)
 

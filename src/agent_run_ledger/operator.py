@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from dataclasses import replace
 from reprlib import repr as shown
 from typing import TYPE_CHECKING, Any
 
+from agent_run_ledger.agents import child_of
 from agent_run_ledger.drivers import reading
 from agent_run_ledger.engine import forking, recovery, requests, runs, tracing
 from agent_run_ledger.engine.recovery import Declaration
@@ -65,13 +67,21 @@ class Operator:
 
     # --- acts ---------------------------------------------------------------------------------------------------------
 
-    def cancel(self, run_id: str, *, by: str = "", reason: str = "") -> None:
+    def cancel(self, run_id: str, *, children: bool = False, by: str = "", reason: str = "") -> None:
         """End a run as CANCELLED: at once where nobody works on it, else by its owner before its next step.
 
-        A step in flight finishes and is recorded first. Raises `RunNotFound` and, for a run that has ended, `IllegalTransition`.
+        With `children` the runs that its program has begun and waits for end with it, and theirs. A step in flight finishes and is
+        recorded first. Raises `RunNotFound` and, for a run that has ended, `IllegalTransition`.
         """
         who = self._who(by)
-        self._ask(run_id, "cancel", {"reason": _reason(reason) or f"cancelled by {who}"}, who)
+        said = {"reason": _reason(reason) or f"cancelled by {who}"} | ({"children": True} if children else {})
+        self._ask(run_id, "cancel", said, who)
+        history = reading.read(self._store, run_id)
+        # One that is begun at this very moment is not in the log yet: who claims it looks how its parent has ended.
+        for step in history.positions.values() if children else ():
+            if step.outcome is None and self._store.head(child := child_of(step.key)) is not None:
+                with suppress(IllegalTransition):
+                    self.cancel(child, children=True, by=by, reason=f"its parent {run_id} was cancelled")
 
     def resolve(
         self,

@@ -67,6 +67,8 @@ def _program_of(summary: Summary, agents: Mapping[str, Agent]) -> Agent | None:
         return None  # damaged: nobody may act upon it
     if state.is_terminal or state is RunState.QUARANTINE or not isinstance(agent, str):
         return None
+    if begun.get("queue") is not None:  # its workers know when it is due, and how many may run at once
+        return None
     return agents.get(agent)
 
 
@@ -95,6 +97,8 @@ def _is_waiting(
             return False
         if recorded.waits == "sleep" or not any(history.signals.values()):
             return True
+        if recorded.child is not None:
+            return has_come(history, recorded, DurableWait("child", recorded.child, None)) is None
         stored = recorded.arguments or ledger._store.payload(history.run_id, recorded.seq)
         if stored is None:  # erased: its program knows what it waits for
             return False

@@ -11,21 +11,24 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
-from agent_run_ledger.contract import Clock, Store
+from agent_run_ledger.contract import Clock, Lease, QueueTerms, Store
 from agent_run_ledger.drivers import reading
 from agent_run_ledger.drivers.workers import Work
-from agent_run_ledger.engine import runs
+from agent_run_ledger.engine import runs, schedule, waits
 from agent_run_ledger.engine.effects import Moment
 from agent_run_ledger.engine.history import History
 from agent_run_ledger.engine.live import LiveRun
 from agent_run_ledger.engine.log import Draft, seal
 from agent_run_ledger.errors import LeaseLost, RunNotFound, RunOwned, StoreBusy, StoreError, StoreFull, StoreUnavailable
 from agent_run_ledger.model import RunState
+from agent_run_ledger.rules import canonical
 from agent_run_ledger.rules.loops import Rule
 from agent_run_ledger.stores.room import Room
 
 POLL_SECONDS = 0.05
 _LAST_BEAT_SECONDS = 5.0
+_WAKE_SECONDS_PER_ENTRY, _LONGEST_WAKE_SECONDS = 1e-4, 1.0
+"""How long the end of a child waits for those of its siblings: several times what it costs to begin their parent anew."""
 _KEPT = 256
 """Beyond so many runs in memory, those that have ended are let go."""
 
@@ -138,6 +141,9 @@ class Leases:
         self.owner = f"{self._label}-{os.urandom(6).hex()}"
         self._lock = threading.Lock()
         self._runs: dict[str, HeldRun] = {}
+        self._claimed: dict[str, float] = {}
+        """When the leases end that were claimed and not begun yet, in seconds of the elapsed clock."""
+        self._is_draining = False
         self._most = _KEPT
         self._is_closed = False
         self._heart: threading.Lock | None = None
@@ -180,6 +186,12 @@ class Leases:
             self._took(run, token, expires)
         return run
 
+    def enqueue(self, run_id: str, drafts: Sequence[Draft], due_in: float) -> bool:
+        """Make a run that begins with these entries and waits for a worker of its queue. False where it exists."""
+        secret = os.urandom(32)
+        sealed = seal(History(run_id, secret), self._store.first_token() - 1, self._clock.now(), drafts)
+        return self._store.enqueue(run_id, secret, [row for row, _ in sealed], runs.listing(sealed[0][1]), due_in)
+
     def hold(self, run: HeldRun) -> None:
         """Make sure that the run is held and known up to its last entry. Call under its lock.
 
@@ -211,6 +223,38 @@ class Leases:
             run.history.state is RunState.BLOCKED or run.history.waiting
         ):  # nothing may have to be written that would hear of a request
             self.fetch_requests(run)
+
+    def claim_due(self, queues: Sequence[QueueTerms], agents: Sequence[str], at_most: int) -> list[Lease]:
+        """Take up to `at_most` runs that are due. Each is then `take`n and worked on, or given up by `put_back`."""
+        expires = self._clock.elapsed() + self._lease_seconds
+        leases = self._store.claim_due(self.owner, self._lease_seconds, queues, agents, at_most)
+        for lease in leases:
+            self._claimed[lease.run_id] = expires
+        return leases
+
+    def put_back(self, lease: Lease) -> None:
+        """Give up a run that was claimed and not begun: it is due at once."""
+        self._claimed.pop(lease.run_id, None)
+        self._store.release(lease.run_id, lease.token, due_in=0.0)
+
+    def take(self, lease: Lease) -> HeldRun:
+        """Hold a run that `claim_due` gave, known up to its last entry, on a worker's behalf."""
+        run = self.run(lease.run_id)
+        with run.lock:
+            run.is_touched = True
+            run.is_settled = False
+            run.history = self._read(run.run_id)
+            self._took(run, lease.token, self._claimed.pop(run.run_id))
+            run.is_worked = run.suspends = True
+            run.is_draining = self._is_draining
+            self.fetch_requests(run)
+        return run
+
+    def drain(self) -> None:
+        """From now on the runs that workers drive begin no new step."""
+        self._is_draining = True
+        for run in self.held():
+            run.is_draining = run.is_worked
 
     def _read(self, run_id: str) -> History:
         return reading.read(self._store, run_id, self._rule)
@@ -295,15 +339,33 @@ class Leases:
         if not isinstance(error, StoreBusy | StoreFull):  # those two say that nothing was written
             run.is_held = False
 
-    def give_back(self, run: HeldRun, note: str | None = None) -> None:
-        """Let go of the run, so that anybody may claim it at once."""
+    def give_back(self, run: HeldRun, note: str | None = None, *, is_visit: bool = False) -> None:
+        """Let go of the run, so that anybody may claim it at once. The parent of one that has ended is told before.
+
+        `is_visit`: nothing was done that its program does, so a worker is to look at it at once.
+        """
         with run.lock:
             if run.is_held:
+                history = run.history
+                if history.state.is_terminal and history.queue is not None and history.parent is not None:
+                    self._tell(run, history.parent)
+                due_in = schedule.due_in(run, self._clock.now())
+                if is_visit and not history.state.is_terminal:
+                    due_in = 0.0
                 run.is_held = False  # first: whoever is interrupted here claims it again like anybody
-                self._store.release(run.run_id, run.token)
+                self._store.release(run.run_id, run.token, inbox=run.inbox, due_in=due_in)
                 if note is not None:
                     self._store.annotate(run.run_id, run.token, note)
                 run.slim()
+
+    def _tell(self, run: HeldRun, parent: str) -> None:
+        """Tell the parent how its child has ended. It is woken the later the longer its own replay takes: many may end at once."""
+        said = {"name": run.run_id, "value": waits.ended(run), "by": f"run {run.run_id}"}
+        summary = next(iter(self._store.summaries(parent)), None)
+        if summary is not None:
+            wake_in = min(_LONGEST_WAKE_SECONDS, summary.last.seq * _WAKE_SECONDS_PER_ENTRY)
+            payload = canonical.encode(said)
+            self._store.post(parent, "signal", payload, str(said["by"]), self._clock.now(), due_in=wake_in)
 
     def held(self) -> list[HeldRun]:
         """The runs that are held now."""

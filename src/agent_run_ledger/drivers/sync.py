@@ -100,10 +100,10 @@ class SyncDriver:
         if isinstance(effect, Rest):
             return self._rest(effect)
         with suppress(StoreError):  # what made the flow let go is the news; the lease runs out by itself
-            self.give_back(cast(HeldRun, effect.run), effect.note)
+            self.give_back(cast(HeldRun, effect.run), effect.note, is_visit=effect.is_visit)
         return None
 
-    def give_back(self, run: HeldRun, note: str | None = None) -> None:
+    def give_back(self, run: HeldRun, note: str | None = None, *, is_visit: bool = False) -> None:
         """Let go of the run, once nothing is owed to its log any more. Raises a `StoreError` and keeps it where that fails.
 
         It is kept, too, where somebody has made a call meanwhile: the last one that ends lets go of it.
@@ -111,7 +111,7 @@ class SyncDriver:
         with run.lock:
             if run.is_held and run.made.keys() <= run.resting:
                 self.pay(run)
-                self._leases.give_back(run, note)
+                self._leases.give_back(run, note, is_visit=is_visit)
 
     def pay(self, run: HeldRun) -> None:
         """Write the outcomes that the store could not take before. Call under the run's lock, with the run held."""
@@ -266,12 +266,12 @@ class SyncDriver:
         run = cast(HeldRun, effect.run)
         with run.lock:
             if run.is_resting or (is_quiet and run.made.keys() <= run.resting):
+                run.is_suspended = run.suspends
                 if run.is_held:
                     with suppress(StoreError):  # the lease runs out by itself
                         self.pay(run)
                         self._leases.give_back(run)
                 if run.suspends:
-                    run.is_suspended = True
                     raise Suspended
 
     def is_roused(self, effect: Rest, seen: int, end: float) -> bool:

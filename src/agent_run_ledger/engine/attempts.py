@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from functools import partial
 
-from agent_run_ledger.engine import admission, outcomes, reconcile
-from agent_run_ledger.engine.call import Call, LeftBehind
+from agent_run_ledger.engine import admission, outcomes, reconcile, waits
+from agent_run_ledger.engine.call import Begun, Call, LeftBehind
 from agent_run_ledger.engine.deciding import commit
 from agent_run_ledger.engine.effects import AwaitLate, Commit, Fetch, Flow, Invoke, Moment, Plan, Result, Wait, Warn
 from agent_run_ledger.engine.history import StepHistory
@@ -42,6 +42,8 @@ def wait_to_retry(run: LiveRun, call: Call, step: StepHistory, until: float) -> 
     yield Wait(run, until, step.wait)  # a clock that was set back makes no wait longer than it was drawn
     if run.late:
         yield from take_late(run, call, None)
+    if run.is_draining:
+        yield from waits.leave(run, call)
     if not step.is_settled:
         yield from commit(run, call, partial(_retry, call, step), token)
 
@@ -107,6 +109,9 @@ def attempt(run: LiveRun, call: Call, step: StepHistory) -> Flow[BaseException |
         # It ran out of time and goes on in its thread: nothing is asked beside it, and what it returns is its receipt.
         result = (yield AwaitLate(run, step.position, call.options.timeout)) or result
     error, note = result.error, None
+    if type(result.value) is Begun:
+        yield from commit(run, call, partial(waits.begun, call, step, result.value.run_id), token)
+        return None
     if error is None:
         settle = partial(outcomes.settle, call, outcomes.returned(run, call, step, result.value), None)
     elif isinstance(error, Exception):

@@ -148,12 +148,18 @@ def _exceptions(given: Any) -> tuple[type[BaseException], ...]:
 
 
 class DurableWait(NamedTuple):
-    """What a program waits for: a time, a signal, or somebody's approval of its arguments."""
+    """What a program waits for: a time, a signal, somebody's approval of its arguments, or the end of a run that it has begun."""
 
-    sort: Literal["sleep", "signal", "approval"]
+    sort: Literal["sleep", "signal", "approval", "child"]
     name: str
     seconds: float | None
     """How long it waits at the most, from the first time on; None: for ever."""
+
+
+class Begun(NamedTuple):
+    """What a call returns that has begun another run, for whose end it is to wait."""
+
+    run_id: str
 
 
 class LeftBehind(NamedTuple):

@@ -150,6 +150,8 @@ class GiveBack(NamedTuple):
 
     run: LiveRun
     note: str | None = None
+    is_visit: bool = False
+    """Whether whoever had it has only done what somebody asked, so that its program is to go on with it at once."""
 
 
 class Warn(NamedTuple):

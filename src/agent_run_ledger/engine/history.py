@@ -78,7 +78,7 @@ class StepHistory:
     """One step: its first intent, its attempts, and the outcome of the last of them. `outcome` None: in flight or in doubt."""
 
     __slots__ = (
-        "arguments", "ask_at", "attempts", "attempts_of_code", "cause", "continues", "created_at", "dependencies",
+        "arguments", "ask_at", "attempts", "attempts_of_code", "cause", "child", "continues", "created_at", "dependencies",
         "digest", "earlier", "effect", "environment", "fingerprint", "followed", "has_receipt", "input", "is_absent",
         "is_asked", "is_carried", "is_doubtful", "is_known_absent", "key", "key_window", "keyed_at", "leaf", "left",
         "missed", "missed_at", "number", "order", "outcome", "position", "redispatched", "seq", "signal", "state",
@@ -113,6 +113,8 @@ class StepHistory:
         if continued is not None:
             self.continues, self.keyed_at = continued.position, continued.keyed_at
             self.attempts_of_code, self.environment = continued.attempts_of_code, continued.environment
+        self.child: str | None = None
+        """The id of the run that it has begun, and waits for."""
         self.is_doubtful = continued is not None
         """Whether one of its attempts may have taken effect, for all that is known of them."""
         self.is_known_absent = False
@@ -120,7 +122,7 @@ class StepHistory:
         self.signal: Signal | None = None
         """The signal by which its wait ended."""
         self.waits: str | None = body.get("waits")
-        """What it waits for, where it calls nobody: `sleep`, `signal` or `approval`."""
+        """What it waits for, where it calls nobody: `sleep`, `signal`, `approval`, or the end of its `child`."""
         self.until: float | None = body.get("until")
         """The Unix time at which its wait is over, if nothing comes."""
         self.wait = 0.0
@@ -198,6 +200,8 @@ class StepHistory:
         if self.attempts and self.outcome is None and not self.is_known_absent:
             self.is_doubtful = True  # nobody knows how the last attempt ended
         self.is_known_absent = False
+        if self.child is not None:  # whether that run is there, and has ended, is looked up anew
+            self.waits = self.child = None
         self.attempts = body["attempt"]
         if "undispatched" not in body:
             self.attempts_of_code = self.attempts_of_code + 1 if body["environment"] == self.environment else 1
@@ -253,6 +257,8 @@ class StepHistory:
         elif kind == "parked":
             self.is_asked, self.ask_at, self.cause = False, None, row.payload
             self.doubted()
+        elif kind == "waiting" and "child" in body:
+            self.waits, self.child = "child", body["child"]
         elif kind == "resolved" and not body["executed"]:
             self.is_asked, self.ask_at, self.unanswered, self.is_absent = False, None, 0, True
             self.is_known_absent, self.is_doubtful = True, False
@@ -311,6 +317,15 @@ class History:
         self.created: bytes | None = None
         self.created_digest = ""
         self.created_at = 0.0
+        self.parent: str | None = None
+        """The run whose program has begun this one."""
+        self.queue: str | None = None
+        """The queue whose workers go on with it."""
+        self.priority = 0
+        self.failures = 0
+        """How often its program was left by an exception, to be begun anew by whoever works for its queue."""
+        self.retry_at: float | None = None
+        """The Unix time at which it is to be begun anew, where that is what it waits for."""
         self.token = 0
         self.result: bytes | None = None
         self.result_digest = ""
@@ -376,6 +391,7 @@ class History:
             self.created, self.created_digest = row.payload, body["payload"]
             self.created_at = body["at"]
             self.pipeline = body.get("pipeline", False)
+            self.parent, self.queue, self.priority = body.get("parent"), body.get("queue"), body.get("priority", 0)
             self.granted, self.deadline = body.get("max_steps"), body.get("deadline")
         else:
             self._other(row, body)
@@ -390,7 +406,7 @@ class History:
         self.token = body["token"]
 
     def _intent(self, row: Row, body: dict[str, Any]) -> None:
-        self.cause = None
+        self.cause = self.retry_at = None
         position = row.position or ""
         self.running.add(position)
         step = self.positions.get(position)
@@ -430,7 +446,7 @@ class History:
                 return
         if self.waiting:
             self.waiting.discard(position)
-        if self._rule is not None and step.waits is None:
+        if self._rule is not None and step.waits in (None, "child"):
             # what may repeat is new each time, so it is no part of a loop and breaks a row of others
             outcome = f"entry {row.seq}" if body.get("may_repeat") else body.get("error_id") or body["payload"]
             self.verdict = self._rule.observe(Call(step.number, step.tool, step.input, outcome))
@@ -452,6 +468,9 @@ class History:
             self.result, self.result_digest = row.payload, body["payload"]
         elif kind in ("parked", "refused", "exhausted", "aborted", "cancelled"):
             self.cause = row.payload
+            if position is None:
+                self.retry_at = body.get("retry_at")
+                self.failures += self.retry_at is not None
         elif kind == "signal":
             self.signals.setdefault(body["name"], []).append(Signal(row, body))
         elif kind in ("released", "forked"):

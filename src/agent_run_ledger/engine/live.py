@@ -8,6 +8,7 @@ from agent_run_ledger.engine.log import Draft, Sealed
 from agent_run_ledger.engine.positions import branch_of, keyed, named, within
 from agent_run_ledger.engine.turns import Turns
 from agent_run_ledger.errors import ReplayDivergence, StepInDoubt, UnorderedStep
+from agent_run_ledger.model import RetryPolicy
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -84,6 +85,16 @@ class LiveRun:
         """The order in which outcomes are handed out, where calls run side by side in an event loop."""
         self.is_begun = True
         """Whether a program is at work; not while steps are settled before it begins, in whatever order."""
+        self.retry: RetryPolicy | None = None
+        """How often its program is begun anew after an exception has left it, where a worker drives it; None: its error is final."""
+        self.fatal: tuple[type[BaseException], ...] = ()
+        """Exceptions that end the run at once then."""
+        self.is_worked = False
+        """Whether a worker drives it, so that nobody else would run its program again."""
+        self.is_draining = False
+        """Whether its program is to end where it begins nothing new, to be begun anew elsewhere."""
+        self.again_in: float | None = None
+        """Seconds after which it should be tried again, where what stopped its program may have passed by then."""
         self.strands: set[object] = set()
         """The tasks and threads in which the program is at work, as far as they are known: each may be about to make a call."""
         self.restart()
@@ -141,6 +152,7 @@ class LiveRun:
         """The positions of calls that wait for something outside, and need no owner meanwhile."""
         self.settled: set[str] = set()
         """The positions of steps that were settled just before the program began: it is told how they failed, if they did."""
+        self.again_in = None
         self.leaving: str | None = None
         """Whether the last call that ends gives the run back, and with which note; None: it does not."""
 

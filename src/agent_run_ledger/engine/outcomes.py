@@ -106,6 +106,15 @@ def resolved_with(step: StepHistory, output: bytes) -> Draft:
     return reconciled(_outcome(step, "completed", output, may_repeat=False))
 
 
+def child_ended(run: LiveRun, step: StepHistory, end: dict[str, Any]) -> Draft:
+    """The outcome of a step that has waited for the end of another run: `end` is what that one's owner said."""
+    if end["ok"]:
+        return _outcome(step, "completed", canonical.encode(end["result"]), may_repeat=False)
+    draft = _outcome(step, "failed", canonical.encode(end["error"]), may_repeat=False)
+    draft.fields["error_id"] = digests.salted(run.history.secret, failures.text(end["error"]).encode())
+    return draft
+
+
 def waited(step: StepHistory, ok: str, payload: bytes) -> Draft:
     """The outcome of a step that waited: what came, or that nothing did. No loop is made of it."""
     return _outcome(step, ok, payload, may_repeat=True)

@@ -133,6 +133,7 @@ _WAITS = {
     "sleep": "it waits for its time to come",
     "signal": "it waits for a signal",
     "approval": "it waits for somebody's approval",
+    "child": "it waits for the end of a run that it has begun",
 }
 
 

@@ -44,10 +44,10 @@ def act(run: LiveRun, kind: str, said: dict[str, Any], who: str, *, keeps: bool)
         done = yield Commit(run, partial(_act, kind, said, who))
     except (IllegalTransition, InvalidArguments):
         if not keeps:
-            yield GiveBack(run)
+            yield GiveBack(run, is_visit=True)
         raise
     if done and not keeps:
-        yield GiveBack(run)
+        yield GiveBack(run, is_visit=True)
     return bool(done)
 
 
@@ -55,7 +55,7 @@ def answer(run: LiveRun, *, keeps: bool) -> Flow[None]:
     """Answer what others have asked, if that can be done now, and let go of the run unless its program `keeps` it."""
     yield Commit(run, _nothing)
     if not keeps:
-        yield GiveBack(run)
+        yield GiveBack(run, is_visit=True)
 
 
 def _nothing(run: LiveRun, moment: Moment) -> Plan:
@@ -69,7 +69,8 @@ def _act(kind: str, said: dict[str, Any], who: str, run: LiveRun, moment: Moment
 
 
 def _cancel(run: LiveRun, said: dict[str, Any], who: str, at: float) -> list[Draft]:
-    return [Draft("cancelled", Event.CANCEL, {}, canonical.encode(said))]
+    fields = {"children": True} if said.get("children") else {}
+    return [Draft("cancelled", Event.CANCEL, fields, canonical.encode(said))]
 
 
 def _release(run: LiveRun, said: dict[str, Any], who: str, at: float) -> list[Draft]:

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from agent_run_ledger.contract import Listing
-from agent_run_ledger.engine import admission
+from agent_run_ledger.engine import admission, schedule
 from agent_run_ledger.engine.effects import Commit, Flow, GiveBack, Moment, Plan
 from agent_run_ledger.engine.history import History
 from agent_run_ledger.engine.live import Branch, LiveRun
@@ -17,12 +17,14 @@ from agent_run_ledger.errors import (
     ReplayDivergence,
     RunClosed,
     RunInputMismatch,
+    RunOwned,
     StepInDoubt,
+    StoreError,
     UnorderedStep,
     UnserialisableArguments,
 )
 from agent_run_ledger.model import Event, RunState
-from agent_run_ledger.rules import budget, canonical, digests, failures
+from agent_run_ledger.rules import backoff, budget, canonical, digests, failures
 
 FORMAT = 1
 """The version of the entries' bodies."""
@@ -143,8 +145,17 @@ def _finish(result: bytes, run: LiveRun, moment: Moment) -> Plan:
 def park(run: LiveRun, error: BaseException) -> Flow[bool]:
     """An exception left the program: the run stands, with its cause, until the program is run again.
 
+    Where a worker drives it nobody runs it again but workers: it is tried again as its agent says, and has failed in the end.
     While a step is in flight in another thread nothing is parked or given back (False): its outcome is still to be written.
     """
+    if isinstance(error, ReplayDivergence):
+        run.again_in = schedule.AGAIN_SECONDS
+    elif isinstance(error, RunOwned | StoreError):
+        run.again_in = schedule.SOON_SECONDS
+    elif isinstance(error, Exception) and run.is_worked and not isinstance(error, StepInDoubt):
+        if parked := (yield Commit(run, partial(_fail, error, failures.describe(error)))):
+            yield GiveBack(run)
+        return bool(parked)
     if parked := (yield Commit(run, partial(_park, failures.describe(error)))):
         yield GiveBack(run)
     return bool(parked)
@@ -158,11 +169,30 @@ def _park(described: dict[str, Any], run: LiveRun, moment: Moment) -> Plan:
         return Plan(answer=True)
     if history.state is RunState.BLOCKED and history.cause_text == reason:
         return Plan(answer=True)  # it stands for this very reason already
+    return _stands(run, described, {})
+
+
+def _fail(error: Exception, described: dict[str, Any], run: LiveRun, moment: Moment) -> Plan:
+    """One more failure of a program that workers drive: it is begun anew later, or the run has failed."""
+    history, retry = run.history, run.retry
+    if run.is_busy:
+        return Plan(answer=False)
+    if history.state.is_terminal or history.state is RunState.QUARANTINE or run.is_cancelled:
+        return Plan(answer=True)
+    if retry is None or history.failures + 1 >= retry.max_attempts or issubclass(type(error), run.fatal):
+        payload = canonical.encode({"reason": failures.text(described), "error": described})
+        return Plan([Draft("aborted", Event.ABORT, {}, payload)], answer=True, synced=True)
+    wait = backoff.delay(history.failures, retry, moment.draw)
+    return _stands(run, described, {"retry_at": moment.now + wait})
+
+
+def _stands(run: LiveRun, described: dict[str, Any], fields: dict[str, Any]) -> Plan:
+    history, reason = run.history, failures.text(described)
     if (spent := budget.entries_spent(run.most_steps, history.size - history.asides)) is not None:
         payload = canonical.encode({"reason": f"{spent}; last it was left by {reason}"})
         return Plan([Draft("exhausted", Event.BUDGET_EXHAUSTED, {}, payload)], answer=True, synced=True)
     payload = canonical.encode({"reason": reason, "error": described})
-    return Plan([Draft("parked", Event.WAIT, {}, payload)], answer=True)
+    return Plan([Draft("parked", Event.WAIT, fields, payload)], answer=True)
 
 
 def abortion(reason: str) -> bytes:

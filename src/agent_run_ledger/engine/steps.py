@@ -36,6 +36,8 @@ def step(run: LiveRun, call: Call) -> Flow[Any]:
     try:
         if run.late:
             yield from attempts.take_late(run, call, call.options.timeout)
+        if run.is_draining and ((there := run.history.positions.get(position)) is None or not there.is_settled):
+            yield from waits.leave(run, call)
         decide = partial(_intend, call)
         if (answer := (yield Commit(run, decide, None, position in run.history.positions))) is not None:
             yield from insist(run, call, decide, None, answer)
@@ -47,7 +49,7 @@ def step(run: LiveRun, call: Call) -> Flow[Any]:
                 assert this.outcome.retry_at is not None
                 yield from attempts.wait_to_retry(run, call, this, this.outcome.retry_at)
             elif this.waits is not None:
-                yield from waits.rest(run, call)
+                yield from waits.rest(run, call, this.child)
             elif this.is_asked:
                 yield from reconcile.ask(run, call, this, error)
             elif this.ask_at is not None:

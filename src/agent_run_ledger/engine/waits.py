@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from typing import Any
 
 from agent_run_ledger.engine import admission
 from agent_run_ledger.engine.call import Call, DurableWait
@@ -12,9 +13,9 @@ from agent_run_ledger.engine.effects import Fetch, Flow, Moment, Plan, Rest, Wai
 from agent_run_ledger.engine.history import History, Signal, StepHistory
 from agent_run_ledger.engine.live import LiveRun
 from agent_run_ledger.engine.log import Draft
-from agent_run_ledger.engine.outcomes import waited
+from agent_run_ledger.engine.outcomes import child_ended, waited
 from agent_run_ledger.errors import RunOwned
-from agent_run_ledger.model import Event, StepState
+from agent_run_ledger.model import Event, RunState, StepState
 from agent_run_ledger.rules import canonical
 
 _A_GLANCE_SECONDS = 0.2
@@ -30,9 +31,42 @@ def waiting(wait: DurableWait, intent: Draft, moment: Moment) -> Draft:
     return Draft("waiting", Event.WAIT, fields, None, intent.position, intent.attempt)
 
 
-def rest(run: LiveRun, call: Call) -> Flow[None]:
-    """Wait until what the call waits for has come, or its time has."""
+def begun(call: Call, step: StepHistory, child: str, run: LiveRun, moment: Moment) -> Plan:
+    """The call has begun another run. That one is there for sure, so from now on there is nothing to do but wait for its end."""
+    if step.outcome is not None or run.made.get(call.position) is not call:
+        return Plan()
+    fields = {"step": step.number, "step_state": StepState.BLOCKED, "child": child}
+    return Plan([Draft("waiting", Event.WAIT, fields, None, step.position, step.attempts)])
+
+
+def ended(run: LiveRun) -> dict[str, object]:
+    """What the parent of a run that has ended is told: `value` as a signal under the child's id."""
+    history = run.history
+    if history.state is RunState.COMPLETED:
+        result = canonical.decode(history.result) if history.result is not None else None
+        return {"ok": True, "result": result}
+    why = canonical.decode(history.cause) if history.cause is not None else {"reason": ""}
+    described = why.get("error") or {
+        "type": "RunClosed",
+        "module": "agent_run_ledger.errors",
+        "message": f"run {run.run_id!r} is {history.state}: {why['reason']}",
+        "bases": [],
+    }
+    return {"ok": False, "error": described}
+
+
+def leave(run: LiveRun, call: Call) -> Flow[None]:
+    """Begin nothing new: the program ends here, once each of its calls stands here or waits for something else."""
+    while True:
+        call.heard = run.inbox
+        yield Rest(run, call, None, None)
+
+
+def rest(run: LiveRun, call: Call, child: str | None) -> Flow[None]:
+    """Wait until what the call waits for has come, or its time has. `child` is the run that it has begun, if that is what it waits for."""
     is_over = False
+    if child is not None:
+        call.wait = DurableWait("child", child, None)
     while True:
         try:
             yield from commit(run, call, partial(_come, call, is_over))
@@ -62,7 +96,7 @@ def _come(call: Call, is_over: bool, run: LiveRun, moment: Moment) -> Plan:
             return Plan(answer=Fetch(run, signal.seq))
         sent = signal.payload or call.fetched.get(signal.seq)
         told = canonical.decode(sent) if sent is not None else {"by": "", "value": None}
-        return Plan([_taken(step, wait, signal, told)])
+        return Plan([_taken(run, step, wait, signal, told)])
     if step.until is None or not (is_over or moment.now >= step.until):
         return Plan()
     if any(request.at <= step.until for request in run.sent):
@@ -87,9 +121,11 @@ def has_come(history: History, step: StepHistory, wait: DurableWait) -> Signal |
     return None
 
 
-def _taken(step: StepHistory, wait: DurableWait, signal: Signal, told: dict[str, object]) -> Draft:
+def _taken(run: LiveRun, step: StepHistory, wait: DurableWait, signal: Signal, told: dict[str, Any]) -> Draft:
     if wait.sort == "signal":
         draft = waited(step, "completed", canonical.encode(told["value"]))
+    elif wait.sort == "child":
+        draft = child_ended(run, step, told["value"])
     else:
         said = {"by": told["by"], "reason": told["value"], "at": signal.sent}
         if signal.has_approved:
