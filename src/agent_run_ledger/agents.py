@@ -173,8 +173,9 @@ class Agent(Registered):
         """What the run returned, built as it is declared."""
         return canonical.rebuild(self.returns, canonical.decode(payload)) if payload is not None else None
 
-    def child(self, ledger: Ledger, place: Place, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def child(self, place: Place, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """Its call inside another agent: a step there, a run of its own here, which an attempt after a crash goes on with."""
+        ledger = place.run.ledger
         arguments = self.arguments(args, kwargs)
         parent = place.run.run_id
 
@@ -186,11 +187,10 @@ class Agent(Registered):
             return abegin(ledger, begun) if self.takes.is_async else run_to_its_end(ledger, begun)
 
         options = Options(effect=Effect.IDEMPOTENT, returns=self.returns)
-        call = Call(
+        return Call(
             self.name, arguments, begin, options, self.takes.environment, True, ledger._payload_limit, self.hints,
             is_async=self.takes.is_async, attempts=_UNLIMITED,
         )  # fmt: skip
-        return place.run.perform(call, is_async=self.takes.is_async)
 
 
 def _names_run(annotation: object) -> bool:
@@ -361,7 +361,7 @@ def as_agent(function: F, agent: Agent, ledger: Ledger) -> F:
         place: Place | None = place_variable.get()
         if place is None or step_variable.get() is not None:
             return function(*args, **kwargs)
-        return agent.child(place.run.ledger, place, args, kwargs)
+        return place.run.perform(agent.child(place, args, kwargs), is_async=agent.takes.is_async)
 
     wrapper.ledger = ledger  # type: ignore[attr-defined] # the one it is registered with: `testing.crashtest` makes another like it
     return cast(F, _awaited(wrapper, agent))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from random import random
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, Unpack, cast
@@ -15,6 +16,7 @@ from agent_run_ledger.drivers.sync import Suspended
 from agent_run_ledger.drivers.workers import Work
 from agent_run_ledger.engine import runs
 from agent_run_ledger.engine.call import MAX_TIMEOUT, Call, DurableWait, Options, StepOptions, declared
+from agent_run_ledger.engine.effects import Flow
 from agent_run_ledger.engine.live import Branch
 from agent_run_ledger.engine.steps import step
 from agent_run_ledger.errors import InvalidArguments, LedgerError, ProgramEnded, StoreError, UnorderedStep
@@ -197,9 +199,13 @@ class Run:
         """
         if concurrency is not None and (type(concurrency) is not int or concurrency < 1):
             raise InvalidArguments(f"concurrency is a whole number of at least 1, not {concurrency!r}")
+        items = list(items)
         thunks = [_thunk(tool, item) for item in items]
         branches = self._branches(len(thunks))
         if not self._is_async:
+            child = getattr(getattr(tool, "registered", None), "child", None)
+            if child is not None and self._held.is_worked:  # workers do the work: whoever waits for it needs no thread
+                return self._in_turn(branches, [partial(child, args=(item,), kwargs={}) for item in items], concurrency)
             return self._in_threads(branches, thunks, concurrency or MOST_THREADS)
         if not functions.signature(tool).is_async:
             thunks = [self._ledger._asynchronous.threaded(thunk, functions.name_of(tool)) for thunk in thunks]
@@ -239,6 +245,27 @@ class Run:
             if work.result.error is not None:
                 raise work.result.error
         return [work.result.value for work in works]
+
+    def _in_turn(
+        self, branches: list[Branch], calls: list[Callable[[Place], Call]], concurrency: int | None
+    ) -> list[Any]:
+        """Calls that begin other runs, each made in its branch: the calling thread makes them one after the other, and waits for all."""
+
+        def flows() -> Iterator[Flow[Any]]:
+            for branch, made in zip(branches, calls, strict=True):
+                call = made(Place(self, branch))
+                call.branch = branch
+                self._ledger._driver.make(self._held, call)
+                yield step(self._held, call)
+
+        try:
+            results = self._ledger._driver.obey_side_by_side(flows(), concurrency)
+        finally:
+            self.joined(branches)
+        for result in results:
+            if result.error is not None:
+                raise result.error
+        return [result.value for result in results]
 
     def in_branch(self, branch: Branch, thunk: Callable[[], T]) -> T:
         """Call `thunk` as the program of this branch, in a thread of its own."""

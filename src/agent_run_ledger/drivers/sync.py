@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import warnings
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any, TypeVar, cast
 
@@ -227,16 +228,67 @@ class SyncDriver:
         return _not_awaited(value, f"the receipt of {effect.step.tool!r}")
 
     def _rest(self, effect: Rest) -> bool:
-        run = cast(HeldRun, effect.run)
-        seen, end = self.lie_down(effect)
-        pause = POLL_SECONDS
         try:
-            while self.still_rests(effect, seen, end):
-                self._clock.sleep(min(pause, self.left(effect, end)))
-                pause = min(pause * 1.5, LONGEST_POLL_SECONDS)
+            return self._rest_until(effect, *self.lie_down(effect))
         finally:
-            run.resting.discard(effect.call.position)
+            cast(HeldRun, effect.run).resting.discard(effect.call.position)
+
+    def _rest_until(self, effect: Rest, seen: int, end: float) -> bool:
+        pause = POLL_SECONDS
+        while self.still_rests(effect, seen, end):
+            self._clock.sleep(min(pause, self.left(effect, end)))
+            pause = min(pause * 1.5, LONGEST_POLL_SECONDS)
         return self.left(effect, end) <= 0
+
+    def obey_side_by_side(self, flows: Iterator[Flow[Any]], at_once: int | None) -> list[Result]:
+        """Perform flows of one run that mostly wait, in the calling thread: each until it rests, then all of them rest together.
+
+        What they return or raise, in order. Each is begun as it is taken from `flows`; once one has failed no further one is.
+        """
+        results: dict[int, Result] = {}
+        resting: dict[int, tuple[Flow[Any], Rest, int, float]] = {}
+        numbered = enumerate(flows)
+
+        def go_on(number: int, flow: Flow[Any], answer: Any = None, error: BaseException | None = None) -> None:
+            while True:
+                try:
+                    effect = flow.send(answer) if error is None else flow.throw(error)
+                except StopIteration as stop:
+                    results[number] = Result(stop.value, None)
+                    return
+                except Exception as raised:
+                    results[number] = Result(None, raised)
+                    return
+                if isinstance(effect, Rest):
+                    resting[number] = flow, effect, *self.lie_down(effect)
+                    return
+                error = None
+                try:
+                    answer = self.perform(effect)
+                except BaseException as raised:
+                    error = raised
+
+        try:
+            while True:
+                while at_once is None or len(resting) < at_once:
+                    if any(result.error is not None for result in results.values()):
+                        break
+                    if (following := next(numbered, None)) is None:
+                        break
+                    go_on(*following)
+                if not resting:
+                    return [results[number] for number in sorted(results)]
+                _, effect, _, end = next(iter(resting.values()))
+                is_over = self._rest_until(effect, min(seen for _, _, seen, _ in resting.values()), end)
+                for number, (flow, effect, _, _) in list(resting.items()):
+                    cast(HeldRun, effect.run).resting.discard(effect.call.position)
+                    del resting[number]
+                    go_on(number, flow, is_over)
+        except BaseException as stopped:  # none of them goes on
+            for flow, _, _, _ in resting.values():
+                with suppress(BaseException):
+                    flow.throw(stopped)
+            raise
 
     def lie_down(self, effect: Rest) -> tuple[int, float]:
         """This call needs nobody to hold its run. Returns how many requests were seen by now, and when it ends, on the elapsed clock."""
