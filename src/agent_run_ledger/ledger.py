@@ -79,6 +79,9 @@ _LOOP_THRESHOLD = _Unsaid(LoopDetectorPolicy().max_repetitions)
 
 PAYLOAD_LIMIT = 16 * 1024 * 1024
 
+OUTAGE_SECONDS = 60.0
+"""How long a store that cannot be reached is waited for, where nobody says."""
+
 _open: weakref.WeakSet[Ledger] = weakref.WeakSet()
 
 
@@ -128,6 +131,7 @@ class Ledger(Operator):
         owner: str | None,
         payload_limit: int,
         min_free_bytes: int | None,
+        outage_seconds: float,
         clock: Clock | None,
     ) -> None:
         if durability not in ("full", "process"):
@@ -139,6 +143,8 @@ class Ledger(Operator):
                 raise ValueError(
                     f"{name} is a number of seconds, more than 0 and at most {_LONGEST_LEASE}, not {seconds!r}"
                 )
+        if type(outage_seconds) not in (int, float) or not 0 <= outage_seconds <= _LONGEST_LEASE:
+            raise ValueError(f"outage_seconds is a number of seconds, at least 0, not {outage_seconds!r}")
         if heartbeat_seconds >= lease_seconds:
             raise ValueError("heartbeat_seconds must be less than lease_seconds")
         if type(payload_limit) is not int or payload_limit < 1:
@@ -158,7 +164,7 @@ class Ledger(Operator):
 
                 text = "this ledger is in memory: its runs are gone with the process. Give a path to keep them."
                 warnings.warn(text, NotDurableWarning, stacklevel=3)
-            self._store = open_store(db_path, durability=durability, clock=self._clock)
+            self._store = open_store(db_path, durability=durability, clock=self._clock, outage_seconds=outage_seconds)
         else:
             self._store = db_path
         self._durability = durability
@@ -400,6 +406,7 @@ class AgentRunLedger(Ledger):
 
     `db_path` is a file, `":memory:"`, or a store. `max_steps` limits each run, `loop_threshold` equal calls with an equal outcome
     trip the breaker. `durability="full"` survives a power cut, `"process"` any death of the process. `owner` is a label for people.
+    A PostgreSQL server that cannot be reached is waited for, for `outage_seconds`.
 
     >>> ledger = AgentRunLedger("agent.db")
     >>> run_id = ledger.create_run(goal="Reconcile October invoices")
@@ -424,6 +431,7 @@ class AgentRunLedger(Ledger):
         owner: str | None = None,
         payload_limit: int = PAYLOAD_LIMIT,
         min_free_bytes: int | None = None,
+        outage_seconds: float = OUTAGE_SECONDS,
         clock: Clock | None = None,
     ) -> None:
         if policy is not None and loop_threshold is not _LOOP_THRESHOLD:
@@ -450,6 +458,7 @@ class AgentRunLedger(Ledger):
             owner=owner,
             payload_limit=payload_limit,
             min_free_bytes=min_free_bytes,
+            outage_seconds=outage_seconds,
             clock=clock,
         )
         self._agents: dict[str, Agent] = {}

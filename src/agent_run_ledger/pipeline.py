@@ -18,7 +18,7 @@ from agent_run_ledger.engine.call import Call, StepOptions, declared
 from agent_run_ledger.engine.effects import Flow, Result
 from agent_run_ledger.engine.log import Draft
 from agent_run_ledger.errors import InvalidArguments, InvalidPipeline
-from agent_run_ledger.ledger import PAYLOAD_LIMIT, Durability, Ledger
+from agent_run_ledger.ledger import OUTAGE_SECONDS, PAYLOAD_LIMIT, Durability, Ledger
 from agent_run_ledger.model import RunState
 from agent_run_ledger.rules import canonical, functions
 from agent_run_ledger.rules.loops import LoopDetectorPolicy
@@ -247,6 +247,7 @@ class RunLedger(Ledger):
         owner: str | None = None,
         payload_limit: int = PAYLOAD_LIMIT,
         min_free_bytes: int | None = None,
+        outage_seconds: float = OUTAGE_SECONDS,
         clock: Clock | None = None,
     ) -> None:
         self.run_id = check_name("run_id", run_id)
@@ -267,6 +268,7 @@ class RunLedger(Ledger):
             owner=owner,
             payload_limit=payload_limit,
             min_free_bytes=min_free_bytes,
+            outage_seconds=outage_seconds,
             clock=clock,
         )
 

@@ -192,9 +192,9 @@ class _InLoop(threading.local):
 class AsyncDriver:
     """Obeys flows in an event loop. Many loops and threads may use one driver.
 
-    In `process` the commits of one turn of the loop are written in one transaction at its end. In `full` a thread writes and
-    syncs whatever has come together while it wrote last, for all runs. What must wait for a sync or a lock, such as taking a run,
-    is always done in that thread.
+    In `process` the commits of one turn of the loop are written in one transaction at its end. In `full`, and where the store is
+    behind a network, a thread writes and syncs whatever has come together while it wrote last, for all runs. What must wait for a sync
+    or a lock, such as taking a run, is always done in that thread.
     """
 
     def __init__(self, sync: SyncDriver, store: Store, clock: Clock, leases: Leases, durability: str) -> None:
@@ -202,9 +202,10 @@ class AsyncDriver:
         self._store = store
         self._clock = clock
         self._leases = leases
-        self._synced = durability == "full"
+        self._waits = store.is_remote or durability == "full"
+        """Whether every commit may make its thread wait, for a sync or a network."""
         self._in_loop = _InLoop()
-        self._together: Together[_Pending] = Together(store, clock, leases, sync, synced=self._synced)
+        self._together: Together[_Pending] = Together(store, clock, leases, sync, synced=durability == "full")
         self._writer: Writer[_Item] = Writer(self._write)
 
     # --- what faces ask for -------------------------------------------------------------------------------------------
@@ -516,6 +517,8 @@ class AsyncDriver:
     async def _perform_seldom(self, effect: Ask) -> Any:
         if isinstance(effect, Wait):
             return await self._wait(effect)
+        if isinstance(effect, Fetch) and self._store.is_remote:
+            return await self.in_thread(lambda: self.sync.perform(effect))
         if isinstance(effect, Warn | Fetch):  # to read a value costs less than to decode it, and waits for no sync
             return self.sync.perform(effect)
         if isinstance(effect, Quiet):
@@ -727,7 +730,7 @@ class AsyncDriver:
     # --- writing ------------------------------------------------------------------------------------------------------
 
     def _enqueue(self, item: _Item, loop: asyncio.AbstractEventLoop) -> None:
-        if self._synced:
+        if self._waits:
             self._writer.put(item)
             return
         if isinstance(item, _Pending) and not (item.run.is_held and self._clock.elapsed() < item.run.expires):

@@ -17,6 +17,7 @@ def open_store(
     durability: Literal["full", "process"],
     clock: Clock,
     busy_seconds: float = 30.0,
+    outage_seconds: float = 60.0,
     read_only: bool = False,
 ) -> Store:
     """Open the store that `path` names: `":memory:"`, or an SQLite file, which is made where there is none.
