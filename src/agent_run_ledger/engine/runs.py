@@ -148,17 +148,18 @@ def park(run: LiveRun, error: BaseException) -> Flow[bool]:
     Where a worker drives it nobody runs it again but workers: it is tried again as its agent says, and has failed in the end.
     While a step is in flight in another thread nothing is parked or given back (False): its outcome is still to be written.
     """
-    if isinstance(error, ReplayDivergence):
-        run.again_in = schedule.AGAIN_SECONDS
-    elif isinstance(error, RunOwned | StoreError):
+    decide = partial(_park, failures.describe(error))
+    if isinstance(error, RunOwned | StoreError):
         run.again_in = schedule.SOON_SECONDS
-    elif isinstance(error, Exception) and run.is_worked and not isinstance(error, StepInDoubt):
-        if parked := (yield Commit(run, partial(_fail, error, failures.describe(error)))):
-            yield GiveBack(run)
-        return bool(parked)
-    if parked := (yield Commit(run, partial(_park, failures.describe(error)))):
-        yield GiveBack(run)
-    return bool(parked)
+    elif run.is_worked and isinstance(error, Exception) and not isinstance(error, StepInDoubt | ReplayDivergence):
+        decide = partial(_fail, error, failures.describe(error))
+    answer = yield Commit(run, decide)
+    if answer is False:
+        return False
+    if answer is not True:
+        run.again_in = answer
+    yield GiveBack(run)
+    return True
 
 
 def _park(described: dict[str, Any], run: LiveRun, moment: Moment) -> Plan:
@@ -173,7 +174,7 @@ def _park(described: dict[str, Any], run: LiveRun, moment: Moment) -> Plan:
 
 
 def _fail(error: Exception, described: dict[str, Any], run: LiveRun, moment: Moment) -> Plan:
-    """One more failure of a program that workers drive: it is begun anew later, or the run has failed."""
+    """One more failure of a program that workers drive: it is begun anew after so many seconds (the answer), or the run has failed."""
     history, retry = run.history, run.retry
     if run.is_busy:
         return Plan(answer=False)
@@ -183,7 +184,9 @@ def _fail(error: Exception, described: dict[str, Any], run: LiveRun, moment: Mom
         payload = canonical.encode({"reason": failures.text(described), "error": described})
         return Plan([Draft("aborted", Event.ABORT, {}, payload)], answer=True, synced=True)
     wait = backoff.delay(history.failures, retry, moment.draw)
-    return _stands(run, described, {"retry_at": moment.now + wait})
+    plan = _stands(run, described, {"retry_at": moment.now + wait})
+    plan.answer = wait
+    return plan
 
 
 def _stands(run: LiveRun, described: dict[str, Any], fields: dict[str, Any]) -> Plan:

@@ -23,8 +23,10 @@ def due_in(run: LiveRun, now: float) -> float | None:
         return 0.0
     if run.again_in is not None:
         return run.again_in
-    if history.retry_at is not None:
-        return max(0.0, history.retry_at - now)
+    if run.divergence is not None:
+        return AGAIN_SECONDS
+    if history.retry_at is not None and history.retry_at > now:
+        return history.retry_at - now
     open_steps = [step for step in history.positions.values() if step.outcome is None]
     if run.is_suspended or run.resting:
         ends = [step.until for step in open_steps if step.until is not None]
