@@ -30,8 +30,7 @@ def pump(
     while True:
         ledger._store.free_dead()
         leases = ledger._leases.claim_due(queues or [QueueTerms(QUEUE)], list(ledger._agents), 10)
-        for lease in leases:
-            said.append(f"{lease.run_id} {_work(ledger, lease)}")
+        said += [f"{lease.run_id} {_work(ledger, lease)}" for lease in leases]
         if leases:
             continue
         due = ledger._store.next_due([QUEUE], list(ledger._agents))
