@@ -13,6 +13,7 @@ from agent_run_ledger.drivers.leases import HeldRun
 from agent_run_ledger.drivers.sync import Suspended
 from agent_run_ledger.engine import admission, runs
 from agent_run_ledger.engine.call import Begun, Call, Options, declared
+from agent_run_ledger.engine.waits import WATCH
 from agent_run_ledger.errors import EffectConflict, InvalidArguments, RunClosed, UnorderedStep
 from agent_run_ledger.model import Budget, Effect, RetryPolicy, RunState
 from agent_run_ledger.rules import canonical, checks, functions
@@ -251,7 +252,11 @@ def hand_over(ledger: Ledger, start: Start, parent: HeldRun, *, is_async: bool) 
     summary = ledger._summary(run_id)
     if summary.head.listing.queue is None:  # it was begun by a program of its own, which has died
         return run_to_its_end(ledger, start)
-    record = ledger._record(summary)
+    if ledger._record(summary).parent_run_id != start.parent:  # it is the child of the run that this one was made from
+        by = f"run {start.parent}"
+        said = {"name": WATCH, "value": start.parent, "by": by}
+        ledger._store.post(run_id, "signal", canonical.encode(said), by, ledger._clock.now())
+    record = ledger.get_run(run_id)
     if record.status == RunState.COMPLETED:
         return record.result
     if RunState(record.status).is_terminal:

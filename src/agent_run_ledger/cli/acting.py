@@ -111,9 +111,9 @@ def cancel(given: argparse.Namespace) -> int:
     with opened_to_look(given) as ledger:
         seen = seen_for(given, ledger, Event.CANCEL, _LIVE)
     act = Act(
-        f"end run {given.run_id!r} as CANCELLED",
+        f"end run {given.run_id!r}{' and the runs that it has begun' if given.children else ''} as CANCELLED",
         seen,
-        lambda opened: opened.cancel(given.run_id, by=given.by, reason=given.reason),
+        lambda opened: opened.cancel(given.run_id, children=given.children, by=given.by, reason=given.reason),
         lambda opened: opened.get_run(given.run_id).status == RunState.CANCELLED,
         "Nothing starts it again.",
     )

@@ -213,11 +213,12 @@ def _add_acting(commands: _Commands) -> None:
         "Let a run in QUARANTINE go on. Its program goes on where it stands when it is started again.",
         "release research-7 --reason 'these calls are meant' --yes",
     )
-    act(
+    cancel = act(
         "cancel",
         "End a run as CANCELLED: at once where nobody works on it, else by its owner before its next step.",
         "cancel refund-209 --reason 'the customer has withdrawn' --yes",
     )
+    cancel.add_argument("--children", action="store_true", help="end the runs that it has begun and waits for, too")
     redrive = act(
         "redrive",
         "Make a new run from one that is FAILED or DEAD_LETTER. It carries all settled steps, so that none of them is paid for "

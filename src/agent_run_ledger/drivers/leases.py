@@ -347,8 +347,9 @@ class Leases:
         with run.lock:
             if run.is_held:
                 history = run.history
-                if history.state.is_terminal and history.queue is not None and history.parent is not None:
-                    self._tell(run, history.parent)
+                if history.state.is_terminal and history.queue is not None:
+                    for waiting in waits.watchers(run):
+                        self._tell(run, waiting)
                 due_in = schedule.due_in(run, self._clock.now())
                 if is_visit and not history.state.is_terminal:
                     due_in = 0.0

@@ -60,7 +60,7 @@ def carried(
             row.kind in ("value", "missed") and step is None and row.seq < until
         )
         is_carried = is_carried or (row.kind == "signal" and "of" not in body and row.seq not in taken)
-        if not is_carried:
+        if not is_carried or "child" in body:  # a child tells of its end whom it knows of: the new run has to ask it
             continue
         fields = {name: value for name, value in body.items() if name not in _MADE_ANEW} | {"carried": True}
         if "seen" in fields:

@@ -39,6 +39,19 @@ def begun(call: Call, step: StepHistory, child: str, run: LiveRun, moment: Momen
     return Plan([Draft("waiting", Event.WAIT, fields, None, step.position, step.attempts)])
 
 
+WATCH = "@tell-me-the-end"
+"""The signal by which a run that was made from a child's parent asks to be told, too: its value is that run's id."""
+
+
+def watchers(run: LiveRun) -> list[str]:
+    """The runs that wait for the end of this one: its parent, and those that were made from it."""
+    asked = [signal.payload for signal in run.history.signals.get(WATCH, ())]
+    asked += [request.payload for request in run.requests if request.kind == "signal"]
+    told = [canonical.decode(payload) for payload in asked if payload is not None]
+    found = [said["value"] for said in told if said.get("name", WATCH) == WATCH]
+    return list(dict.fromkeys([*([run.history.parent] if run.history.parent else []), *found]))
+
+
 def ended(run: LiveRun) -> dict[str, object]:
     """What the parent of a run that has ended is told: `value` as a signal under the child's id."""
     history = run.history
