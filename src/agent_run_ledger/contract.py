@@ -113,6 +113,11 @@ class QueueTerms(NamedTuple):
     per_key: int | None = None
     """Of those with one `key`; runs without a key are not limited."""
 
+    @property
+    def is_limited(self) -> bool:
+        """Whether a run that is due may have to wait for others to end."""
+        return self.concurrency is not None or self.per_key is not None
+
 
 class Beat(NamedTuple):
     """What a worker said last."""

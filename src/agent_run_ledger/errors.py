@@ -35,6 +35,18 @@ class RunClosed(LedgerError, RuntimeError):
         self.cause = cause
 
 
+class RunNotEnded(LedgerError, TimeoutError):
+    """The run whose result was waited for has not ended in that time. Nothing is lost: it goes on, and may be waited for again."""
+
+    def __init__(self, run_id: str, seconds: float, status: str, standing: str) -> None:
+        super().__init__(
+            f"run {run_id!r} has not ended within {seconds:g} s: it is {status}, {standing}. It goes on; wait for its result again."
+        )
+        self.run_id = run_id
+        self.seconds = seconds
+        self.status = status
+
+
 class RunOwned(LedgerError):
     """Another owner works on this run. Nothing was done. Wait until it ends, detaches, dies, or its lease runs out."""
 

@@ -36,6 +36,7 @@ from agent_run_ledger.errors import (
     UnorderedStep,
     UnserialisableArguments,
 )
+from agent_run_ledger.fleet.face import Fleet
 from agent_run_ledger.model import (
     MIN_FREE,
     Budget,
@@ -167,6 +168,7 @@ class Ledger(Operator):
             self._store = open_store(db_path, durability=durability, clock=self._clock, outage_seconds=outage_seconds)
         else:
             self._store = db_path
+        self._outage_seconds = outage_seconds
         self._durability = durability
         self._min_free = _min_free(min_free_bytes)
         self._terms = (label, lease_seconds, heartbeat_seconds, limit, deadline, undeclared, policy.rule)
@@ -180,6 +182,8 @@ class Ledger(Operator):
         self._driver = SyncDriver(store, clock, self._leases, self._durability)
         if self._min_free and (path := getattr(store, "path", None)) is not None:
             self._leases.room = Room(os.path.dirname(os.path.abspath(path)), self._min_free)
+        self._is_beside = False
+        """Whether the store is another ledger's to close."""
         self._async_driver: AsyncDriver | None = None
         self._starting = threading.RLock()
         _open.add(self)
@@ -189,6 +193,16 @@ class Ledger(Operator):
         other = copy.copy(self)
         other._durability = durability
         other._stand_on(store, clock)
+        return other
+
+    def _beside(self, label: str | None) -> Self:
+        """This ledger as another owner of the same store: it shares what is registered and declared, and no run. Closing it keeps the store."""
+        other = copy.copy(self)
+        if label is not None:
+            other._terms = (label, *self._terms[1:])
+        other._stand_on(self._store, self._clock)
+        other._is_beside = True
+        _open.discard(other)
         return other
 
     def __enter__(self) -> Self:
@@ -204,7 +218,7 @@ class Ledger(Operator):
         _open.discard(self)
         if self._async_driver is not None:
             self._async_driver.close()
-        self._driver.close()
+        self._driver.close(keeps_store=self._is_beside)
 
     @property
     def _asynchronous(self) -> AsyncDriver:
@@ -401,7 +415,7 @@ class Ledger(Operator):
             raise
 
 
-class AgentRunLedger(Ledger):
+class AgentRunLedger(Fleet, Ledger):
     """The agent's loop, step by step, over many runs.
 
     `db_path` is a file, `":memory:"`, or a store. `max_steps` limits each run, `loop_threshold` equal calls with an equal outcome
@@ -461,7 +475,23 @@ class AgentRunLedger(Ledger):
             outage_seconds=outage_seconds,
             clock=clock,
         )
-        self._agents: dict[str, Agent] = {}
+        self._agents = {}
+        self._queues = {}
+        self._workers = set()
+
+    def _beside(self, label: str | None) -> Self:
+        other = super()._beside(label)
+        other._workers = set()
+        return other
+
+    def close(self) -> None:
+        """Stop its workers when the steps in flight have ended, give every lease back, and let go of the storage.
+
+        Calling it again does nothing.
+        """
+        for worker in list(self._workers):
+            worker.stop()
+        super().close()
 
     @classmethod
     def open_read_only(cls, path: str | os.PathLike[str], *, clock: Clock | None = None) -> Self:
@@ -679,12 +709,18 @@ class AgentRunLedger(Ledger):
         run_id: str | None,
         wait: float | None,
     ) -> Start:
-        agent = getattr(function, "registered", None)
-        if not isinstance(agent, Agent):
-            raise InvalidArguments(f"{function!r} is no agent: register it with @ledger.agent(); nothing was started")
+        agent = self._registered(function)
         if run_id is not None:
             check_name("run_id", run_id)
         return Start(agent, agent.arguments(args, kwargs), run_id, wait)
+
+    @staticmethod
+    def _registered(function: Callable[..., Any]) -> Agent:
+        """The agent that a function is. Raises `InvalidArguments` where it is none."""
+        agent = getattr(function, "registered", None)
+        if not isinstance(agent, Agent):
+            raise InvalidArguments(f"{function!r} is no agent: register it with @ledger.agent(); nothing was started")
+        return agent
 
 
 def _as_tool(name: str, function: Callable[..., Any]) -> Tool:

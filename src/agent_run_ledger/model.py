@@ -243,6 +243,10 @@ class RunRecord:
     result: object = None
     cause: str | None = None
     parent_run_id: str | None = None
+    queue: str | None = None
+    """The queue whose workers go on with it; None where its program is started by hand."""
+    due_in_seconds: float | None = None
+    """When this was read: seconds until a worker may take it, 0 or less where one may; None where none looks before it is asked to."""
 
     is_damaged: ClassVar[bool] = False
     """Whether entries that this record needs cannot be read. Then `cause` says why and `status` is what the last readable entry says."""
@@ -253,6 +257,48 @@ class DamagedRunRecord(RunRecord):
     """A run that `runs` lists and cannot read: it is in no state that anybody may act upon."""
 
     is_damaged: ClassVar[bool] = True
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerRecord:
+    """What one worker said last. Times are seconds; what an unreadable word of it would have said is empty."""
+
+    name: str
+    """The owner of the runs that it works on."""
+    host: str
+    pid: int
+    started_at: float
+    """Unix seconds, by the worker's clock."""
+    state: str
+    """``running``, ``draining`` (it takes nothing new), or ``unreadable``."""
+    queues: tuple[str, ...]
+    agents: tuple[str, ...]
+    """The agents that it knows."""
+    concurrency: int
+    """How many runs it works on at once."""
+    running: tuple[str, ...]
+    """The ids of the first 100 of them."""
+    running_count: int
+    limits: dict[str, tuple[int | None, int | None]]
+    """What it was told of its queues: how many runs of one may be worked on at once, and how many with one key."""
+    version: str
+    idle_seconds: float
+    """Since it said so, by the store's clock."""
+    is_alive: bool
+    """Whether that is less than its lease ago."""
+
+
+@dataclass(frozen=True, slots=True)
+class StuckRun:
+    """A run that has not got on for ``seconds``, and why, in a sentence. ``kind`` names the reason for programs."""
+
+    run_id: str
+    status: str
+    kind: Literal["owner_silent", "step_in_flight", "program_busy", "no_worker", "no_agent", "no_room"]
+    reason: str
+    seconds: float
+    owner: str | None
+    queue: str | None
 
 
 @dataclass(slots=True)

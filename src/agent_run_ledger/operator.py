@@ -157,7 +157,8 @@ class Operator:
         """Make a new run from one that is FAILED or DEAD_LETTER, and return its id. The old one stays as it is; nothing is started.
 
         It has all steps of the old one with their outcomes and keys, so that nothing is paid again; attempts and loops count afresh,
-        and `max_steps` or `budget` raise the limit that ended it. Start its program with the new id.
+        and `max_steps` or `budget` raise the limit that ended it. Start its program with the new id, or `wake` it where it has a queue:
+        it is in the same one, with the same priority and key.
         """
         history = reading.read(self._store, check_name("run_id", run_id))
         if history.state not in (RunState.FAILED, RunState.DEAD_LETTER):
@@ -325,10 +326,8 @@ class Operator:
         name = f"run_{os.urandom(10).hex()}" if new_run_id is None else check_name("new_run_id", new_run_id)
         told = {"by": self._who(by), "reason": _reason(reason)}
         drafts = forking.carried(history, self._whole(history.run_id), before, told, limits, name)
-        run = self._leases.create(name, drafts)
-        if run is None:
+        if not self._leases.lay_down(name, drafts):
             raise InvalidArguments(f"there is a run {name!r} already; nothing was written")
-        self._leases.give_back(run)
         return name
 
 

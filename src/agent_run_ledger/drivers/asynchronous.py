@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
 from contextlib import AbstractContextManager, suppress
 from functools import partial
+from queue import SimpleQueue
 from typing import Any, Protocol, TypeVar, cast
 
 from agent_run_ledger.contract import Clock, Store
@@ -276,6 +277,10 @@ class AsyncDriver:
         assert job.answer is not None
         return cast(T, await job.answer)
 
+    async def looked_up(self, look: Callable[[], T]) -> T:
+        """What somebody reads of the store: here and now, or in the writer's thread where it may wait for a network."""
+        return await self.in_thread(look) if self._store.is_remote else look()
+
     def behind(self, run: HeldRun, flow: Flow[Any]) -> None:
         """Obey a flow that calls nobody, behind everything of the run that is to be written by now, and wait for nothing.
 
@@ -506,6 +511,11 @@ class AsyncDriver:
         raise InvalidArguments(
             f"an event loop runs in this thread, which must not wait: `await ledger.{instead}(...)` instead; nothing was started"
         )
+
+    @staticmethod
+    def loop(name: str) -> Loop:
+        """An event loop for the programs of a worker, in a thread of that name once there is a program."""
+        return Loop(name)
 
     def close(self) -> None:
         """Write what has been gathered, and end the thread."""
@@ -791,6 +801,67 @@ class AsyncDriver:
         for loop, its in told.items():
             with suppress(RuntimeError):  # the loop is closed, and nobody waits any more
                 loop.call_soon_threadsafe(_resolve, its)
+
+
+class Loop:
+    """An event loop in a thread of its own, in which the programs of many runs go on side by side."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._programs: set[asyncio.Task[Result]] = set()
+        self._is_closing = False
+        self._runner = asyncio.Runner()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._mutex = threading.Lock()
+
+    def start(self, program: Callable[[], Coroutine[Any, Any, Any]], ended: Callable[[Result], None]) -> None:
+        """Begin an async program. `ended` hears in the loop's thread what it returned or raised, `SystemExit` too. Waits for nothing.
+
+        Raises `RuntimeError` where no thread is to be had.
+        """
+        with self._mutex:
+            if self._loop is None:
+                begun: SimpleQueue[asyncio.AbstractEventLoop] = SimpleQueue()
+                threading.Thread(target=self._live, args=(begun,), name=self._name, daemon=True).start()
+                self._loop = begun.get()
+        self._loop.call_soon_threadsafe(self._begin, program, ended)
+
+    def close(self) -> None:
+        """End the thread when the last of the programs has ended. Waits for nothing."""
+        with self._mutex, suppress(RuntimeError):  # it has ended
+            if self._loop is not None:
+                self._loop.call_soon_threadsafe(self._end)
+
+    def _live(self, begun: SimpleQueue[asyncio.AbstractEventLoop]) -> None:
+        with self._runner as runner:
+            loop = runner.get_loop()
+            begun.put(loop)
+            while not (self._is_closing and not self._programs):
+                # A task of a program that raises `SystemExit` stops the loop; the others are not to pay for it.
+                with suppress(SystemExit, KeyboardInterrupt):
+                    loop.run_forever()
+
+    def _begin(self, program: Callable[[], Coroutine[Any, Any, Any]], ended: Callable[[Result], None]) -> None:
+        async def whole() -> Result:
+            try:
+                return Result(await program(), None)
+            except BaseException as error:
+                return Result(None, error)
+
+        def over(task: asyncio.Task[Result]) -> None:
+            self._programs.discard(task)
+            ended(task.result())
+            if self._is_closing:
+                self._end()
+
+        task = asyncio.get_running_loop().create_task(whole())
+        self._programs.add(task)
+        task.add_done_callback(over)
+
+    def _end(self) -> None:
+        self._is_closing = True
+        if not self._programs:
+            asyncio.get_running_loop().stop()
 
 
 def _resolve(answers: _Answers) -> None:

@@ -93,10 +93,15 @@ def caller() -> object:
     return get_ident()
 
 
+def is_in_an_event_loop() -> bool:
+    """Whether an event loop runs in the calling thread, which must not wait then."""
+    asyncio: Any = sys.modules.get("asyncio")
+    return asyncio is not None and asyncio._get_running_loop() is not None
+
+
 def refuse_in_an_event_loop(asked: str) -> None:
     """Raises `InvalidArguments` in a thread that runs an event loop: programs that are async get one of their own."""
-    asyncio: Any = sys.modules.get("asyncio")
-    if asyncio is not None and asyncio._get_running_loop() is not None:
+    if is_in_an_event_loop():
         raise InvalidArguments(
             f"{asked} starts event loops of its own, and one runs in this thread: call it from plain code; nothing was run"
         )

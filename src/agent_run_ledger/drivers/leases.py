@@ -150,6 +150,11 @@ class Leases:
         """Held by the heartbeat's thread as long as it lives; None before there is one."""
         self._stop = threading.Event()
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether there is nothing to be had any more."""
+        return self._is_closed
+
     def moment(self, *, begins: bool = True) -> Moment:
         """What a decision is taken by; where it `begins` nothing new nobody looks at the disk."""
         lack = self.room.lack() if begins and self.room is not None else None
@@ -192,6 +197,21 @@ class Leases:
         sealed = seal(History(run_id, secret), self._store.first_token() - 1, self._clock.now(), drafts)
         return self._store.enqueue(run_id, secret, [row for row, _ in sealed], runs.listing(sealed[0][1]), due_in)
 
+    def lay_down(self, run_id: str, drafts: Sequence[Draft]) -> bool:
+        """Make a run that begins with these entries, and that nobody has and nobody looks for. False where it exists."""
+        secret, token = os.urandom(32), self._store.first_token() - 1
+        sealed = seal(History(run_id, secret), token, self._clock.now(), drafts)
+        rows = [row for row, _ in sealed]
+        return self._store.adopt(run_id, token, secret, runs.listing(sealed[0][1]), [rows], (), None)
+
+    def wake(self, run: HeldRun) -> None:
+        """Let a worker take a run of a queue now. Raises `RunNotFound`, and `RunOwned` while somebody has it."""
+        with run.lock:
+            if run.is_held:
+                raise RunOwned(run.run_id, self.owner, 0.0)
+            lease = self._store.claim(run.run_id, self.owner, self._lease_seconds)
+            self._store.release(run.run_id, lease.token, due_in=0.0)
+
     def hold(self, run: HeldRun) -> None:
         """Make sure that the run is held and known up to its last entry. Call under its lock.
 
@@ -232,19 +252,22 @@ class Leases:
             self._claimed[lease.run_id] = expires
         return leases
 
-    def put_back(self, lease: Lease) -> None:
-        """Give up a run that was claimed and not begun: it is due at once."""
+    def put_back(self, lease: Lease, due_in: float = 0.0) -> None:
+        """Give up a run that was claimed and not begun: it is due in so many seconds."""
         self._claimed.pop(lease.run_id, None)
-        self._store.release(lease.run_id, lease.token, due_in=0.0)
+        self._store.release(lease.run_id, lease.token, due_in=due_in)
 
     def take(self, lease: Lease) -> HeldRun:
-        """Hold a run that `claim_due` gave, known up to its last entry, on a worker's behalf."""
+        """Hold a run that `claim_due` gave, known up to its last entry, on a worker's behalf.
+
+        One that was taken before, and then the store was away, may be taken again: whether it is still ours shows when it is used.
+        """
         run = self.run(lease.run_id)
         with run.lock:
             run.is_touched = True
             run.is_settled = False
             run.history = self._read(run.run_id)
-            self._took(run, lease.token, self._claimed.pop(run.run_id))
+            self._took(run, lease.token, self._claimed.pop(run.run_id, 0.0))
             run.is_worked = run.suspends = True
             run.is_draining = self._is_draining
             self.fetch_requests(run)
@@ -372,8 +395,8 @@ class Leases:
         """The runs that are held now."""
         return [run for run in list(self._runs.values()) if run.is_held]
 
-    def close(self) -> None:
-        """Let go of everything. The store gives the leases back as it closes."""
+    def close(self, *, keeps_store: bool = False) -> None:
+        """Let go of everything. The store gives the leases back as it closes, unless it is another's to close."""
         _alive.discard(self)
         self._is_closed = True
         self._stop.set()
@@ -383,7 +406,8 @@ class Leases:
         # Its last beat is over soon, unless it waits for a lock that the frame below a signal handler holds.
         if self._heart is not None and self._heart.acquire(timeout=_LAST_BEAT_SECONDS):
             self._heart.release()
-        self._store.close()
+        if not keeps_store:
+            self._store.close()
 
     # --- heartbeat ----------------------------------------------------------------------------------------------------
 

@@ -122,15 +122,15 @@ class SyncDriver:
             if not sealed or self._append(run, sealed, owed, synced=True):
                 run.owed = []
 
-    def close(self) -> None:
-        """Write what is owed, as far as that can be done, and let go of everything."""
+    def close(self, *, keeps_store: bool = False) -> None:
+        """Write what is owed, as far as that can be done, and let go of everything; of the store, too, unless it is another's."""
         held = self._leases.held()
         if any(run.lock._is_owned() for run in held):  # type: ignore[attr-defined] # a signal handler closes
             raise Reentered("closing the ledger")
         for run in held:
             with run.lock, suppress(StoreError, LeaseLost):
                 self.pay(run)
-        self._leases.close()
+        self._leases.close(keeps_store=keeps_store)
 
     def _commit(self, effect: Commit) -> Any:
         run = cast(HeldRun, effect.run)

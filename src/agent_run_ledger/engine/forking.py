@@ -14,6 +14,8 @@ from agent_run_ledger.model import Event
 from agent_run_ledger.rules import canonical
 
 _STEP_KINDS = frozenset({"intent", "waiting", "outcome", "missed", "redispatched_undeclared"})
+_KEPT = ("format", "pipeline", "agent", "parent", "queue", "priority", "key")
+"""What the first entry of the new run says as that of the old one did."""
 _MADE_ANEW = (
     "run",
     "seq",
@@ -47,9 +49,7 @@ def carried(
     for row in rows:
         body = parse(row.body)
         if row.kind == "created":
-            kept: dict[str, Any] = {
-                name: body[name] for name in ("format", "pipeline", "agent", "parent") if name in body
-            }
+            kept: dict[str, Any] = {name: body[name] for name in _KEPT if name in body}
             payload = _payload(row, body)
             if history.pipeline and payload is not None:  # its goal names its run
                 payload = payload.replace(_goal(history.run_id), _goal(name), 1)

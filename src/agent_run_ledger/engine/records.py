@@ -95,6 +95,8 @@ def _run_record(summary: Summary) -> RunRecord:
         result=_decoded(last) if last.kind == "finished" else None,
         cause=str(head.note) if diverged else _cause(last),
         parent_run_id=begun.get("parent"),
+        queue=head.listing.queue,
+        due_in_seconds=head.due_in,
     )
 
 
