@@ -402,6 +402,42 @@ def test_a_child_that_was_begun_while_its_parent_was_cancelled_ends_when_a_worke
     assert (ledger.get_run(child).status, look.calls) == ("CANCELLED", 0)
 
 
+def test_a_run_made_from_a_parent_gets_the_end_of_the_child_that_is_still_at_work(bench: Bench, way: Way) -> None:
+    ledger = bench.open()
+    look = Tool(7)
+
+    def body(child: Any, run: Run, given: int) -> Any:
+        return (yield child(given))
+
+    submit(ledger, family(ledger, way, body, lambda number: look()), 3, run_id=RUN)
+    assert work_once(ledger) == "waits"
+    ledger.abort_run(RUN, "by mistake")
+    again = ledger.redrive(RUN)
+    ledger.wake(again)
+    pump(ledger, bench.clock)
+    assert stands(ledger, again)[:2] == ("COMPLETED", 7)
+    assert look.calls == 1
+    assert ledger.verify().findings == []
+
+
+def test_a_run_made_from_a_parent_gets_the_end_of_the_child_that_has_ended_meanwhile(bench: Bench, way: Way) -> None:
+    ledger = bench.open()
+    look = Tool(7)
+
+    def body(child: Any, run: Run, given: int) -> Any:
+        return (yield child(given))
+
+    submit(ledger, family(ledger, way, body, lambda number: look()), 3, run_id=RUN)
+    assert work_once(ledger) == "waits"
+    ledger.abort_run(RUN, "by mistake")
+    pump(ledger, bench.clock)
+    again = ledger.redrive(RUN)
+    ledger.wake(again)
+    pump(ledger, bench.clock)
+    assert stands(ledger, again)[:2] == ("COMPLETED", 7)
+    assert look.calls == 1
+
+
 # --- crashes ----------------------------------------------------------------------------------------------------------
 
 WRITES = ("create", "claim", "claim_due", "enqueue", "append", "append_all", "post", "release", "renew")
