@@ -20,9 +20,9 @@ def open_store(
     outage_seconds: float = 60.0,
     read_only: bool = False,
 ) -> Store:
-    """Open the store that `path` names: `":memory:"`, or an SQLite file, which is made where there is none.
+    """Open the store that `path` names: `":memory:"`, the address of a PostgreSQL database, or an SQLite file, which is made where there is none.
 
-    Raises a `StoreError` that says what is wrong and what to do; a file that is not a ledger is left as it is.
+    A file that others keep locked is waited for `busy_seconds`, a database that cannot be reached `outage_seconds`. Raises a `StoreError` that says what is wrong and what to do; a file that is not a ledger is left as it is.
     """
     name = os.fsdecode(path)
     if name == ":memory:":
@@ -30,9 +30,14 @@ def open_store(
 
         return MemoryStore(clock=clock)
     if name.startswith(("postgresql://", "postgres://")):
-        raise StoreError(
-            "PostgreSQL is not in this version of agent-run-ledger; nothing was opened. Give the path of an SQLite file."
-        )
+        try:
+            from agent_run_ledger.stores.postgres import PostgresStore
+        except ImportError as error:
+            raise StoreError(
+                f"a ledger on PostgreSQL needs psycopg ({error}); nothing was opened. Install the extra from a checkout of this project: "
+                '`pip install "agent-run-ledger[postgres] @ file:///PATH/TO/CHECKOUT"`.'
+            ) from error
+        return PostgresStore(name, outage_seconds=outage_seconds, read_only=read_only)
     from agent_run_ledger.stores.sqlite import SqliteStore
 
     return SqliteStore(name, durability=durability, clock=clock, busy_seconds=busy_seconds, read_only=read_only)

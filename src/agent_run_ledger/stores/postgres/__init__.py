@@ -1,0 +1,8 @@
+"""The same ledger on PostgreSQL: one database that many machines share."""
+
+from __future__ import annotations
+
+from agent_run_ledger.stores.postgres.migrating import migrate
+from agent_run_ledger.stores.postgres.store import PostgresStore
+
+__all__ = ["PostgresStore", "migrate"]

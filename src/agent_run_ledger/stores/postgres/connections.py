@@ -1,0 +1,280 @@
+"""The connections to one PostgreSQL database: a few that are shared, what stands between, and how an outage is waited out."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, TypeVar
+
+import psycopg
+from psycopg import conninfo
+from psycopg.rows import TupleRow, tuple_row
+from psycopg.types.numeric import Int8Dumper
+
+from agent_run_ledger.errors import LedgerError, StoreError, StoreUnavailable
+from agent_run_ledger.stores.postgres.faults import is_lost, is_passing, is_refused_connection, is_stale, named
+
+MOST_CONNECTIONS = 8
+"""How many one store opens: more threads wait for one another, not for more connections."""
+
+_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.02, 1.0
+_CONNECT_SECONDS = 10
+_FORK_WAIT_SECONDS = 5.0
+_never_closed: list[Link] = []
+
+# What a connection says of itself unless the address says otherwise. A peer that is gone is noticed within half a minute.
+_DEFAULTS: dict[str, str | int] = {
+    "application_name": "agent-run-ledger",
+    "connect_timeout": _CONNECT_SECONDS,
+    "keepalives_idle": 10,
+    "keepalives_interval": 5,
+    "keepalives_count": 3,
+    "tcp_user_timeout": 25_000,
+}
+
+T = TypeVar("T")
+
+
+class Link(psycopg.Connection[TupleRow]):
+    """One connection, in autocommit. No statement relies on what another left in its session."""
+
+    reply_seconds: float | None = None
+    """How long an answer is waited for, before it is taken for lost on its way; None: as long as it takes."""
+    is_behind_pooler = False
+
+    def wait(self, gen: Any, interval: float = 0.1, timeout: float | None = None) -> Any:
+        return super().wait(gen, interval, self.reply_seconds if timeout is None else timeout)
+
+
+class Connections:
+    """A stack of connections that are opened when they are needed; the one that was used last is used next.
+
+    A KeyboardInterrupt, or whatever else comes in the middle of a statement, costs the connection: nothing of it is used again.
+    """
+
+    def __init__(self, dsn: str, outage_seconds: float, *, read_only: bool) -> None:
+        self.terms = connection_terms(dsn, read_only=read_only)
+        self.place = place_of(dsn)
+        self.read_only = read_only
+        self.outage_seconds = outage_seconds
+        self.reply_seconds = min(10.0, max(0.5, outage_seconds / 4))
+        self.is_closed = False
+        self._is_pooled = False
+        self._idle: list[Link] = []
+        self._renew()
+
+    def _renew(self) -> None:
+        self._open: weakref.WeakSet[Link] = weakref.WeakSet()
+        self._opening = 0
+        self._free = threading.Condition()
+        self._waiting = 0
+        self._end = threading.Event()
+
+    # --- work ---------------------------------------------------------------------------------------------------------
+
+    def run(self, work: Callable[[Link], T], again: Callable[[Link], T] | None = None) -> T:
+        """Do `work`, one statement or one transaction, and wait out an outage of up to `outage_seconds`.
+
+        `work` may be done twice. Where that would not be the same, `again` is what is done once it is not known whether `work` was.
+        """
+        link = self.take()
+        try:
+            answer = work(link)
+        except psycopg.Error as error:
+            fault = error
+        except BaseException as error:
+            self._end_of(link, is_sound=isinstance(error, LedgerError))
+            raise
+        else:
+            self.give(link)
+            return answer
+        return self._go_on(link, fault, work, again or work)
+
+    def _go_on(self, link: Link, fault: psycopg.Error, work: Callable[[Link], T], again: Callable[[Link], T]) -> T:
+        """After a failure: done anew, for as long as an outage is waited for."""
+        begun = time.monotonic()
+        pause = 0.0
+        while True:
+            self._let_go_of(link, fault)
+            if not is_passing(fault):
+                raise named(fault, self.place) from fault
+            if is_lost(fault):
+                work = again
+            waited = time.monotonic() - begun
+            if waited + pause > self.outage_seconds or self._end.wait(pause * random.uniform(0.5, 1.0)):
+                raise named(fault, self.place, waited) from fault
+            pause = min(_LONGEST_PAUSE_SECONDS, max(_FIRST_PAUSE_SECONDS, pause * 2))
+            link = self._connected(begun)
+            try:
+                answer = work(link)
+            except psycopg.Error as error:
+                fault = error
+            except BaseException as error:
+                self._end_of(link, is_sound=isinstance(error, LedgerError))
+                raise
+            else:
+                self.give(link)
+                return answer
+
+    def _let_go_of(self, link: Link, fault: psycopg.Error) -> None:
+        if is_stale(fault):
+            self._is_pooled = self._is_pooled or fault.sqlstate != "0A000"
+        elif is_lost(fault) and not link.closed:
+            with suppress(psycopg.Error):  # nobody waits for its end any more
+                link.cancel_safe(timeout=1.0)
+        # What a primary that became a standby was asked, another server has to be asked: so its connection goes, too.
+        keep = not (is_lost(fault) or is_stale(fault) or fault.sqlstate == "25006")
+        self._end_of(link, is_sound=keep)
+        if not keep:
+            self._drop_idle()  # they lead to the same place
+
+    # --- the stack ----------------------------------------------------------------------------------------------------
+
+    def take(self) -> Link:
+        """A connection that nobody else uses, until `give`."""
+        try:
+            return self._idle.pop()
+        except IndexError:
+            return self._connected(time.monotonic())
+
+    def give(self, link: Link) -> None:
+        """Put a sound connection back."""
+        self._idle.append(link)
+        if self._waiting or self.is_closed:
+            self._tell()
+
+    def _tell(self) -> None:
+        if self.is_closed:
+            self._drop_idle()
+        with self._free:
+            self._free.notify()
+
+    def _end_of(self, link: Link, *, is_sound: bool) -> None:
+        if is_sound and not link.closed and link.pgconn.transaction_status == psycopg.pq.TransactionStatus.IDLE:
+            self.give(link)
+            return
+        self._discard(link)
+
+    def _discard(self, link: Link) -> None:
+        link.close()
+        with self._free:
+            self._open.discard(link)
+            self._free.notify()
+
+    def _drop_idle(self) -> None:
+        while self._idle:
+            with suppress(IndexError):
+                self._discard(self._idle.pop())
+
+    def _connected(self, begun: float) -> Link:
+        """One that is free, or a new one where there may be more. Waits out an outage that began at `begun`."""
+        pause = _FIRST_PAUSE_SECONDS
+        while True:
+            if (link := self._free_one(begun)) is not None:
+                return link
+            try:
+                return self.open()
+            except psycopg.Error as error:
+                waited = time.monotonic() - begun
+                if is_refused_connection(error) or not is_passing(error):
+                    raise StoreError(
+                        f"{self.place} does not take this ledger as its client ({' '.join(str(error).split())}); nothing was done. "
+                        "Check the address, the role and its password."
+                    ) from error
+                if waited + pause > self.outage_seconds or self._end.wait(pause * random.uniform(0.5, 1.0)):
+                    raise named(error, self.place, waited) from error
+                pause = min(_LONGEST_PAUSE_SECONDS, pause * 2)
+            finally:
+                with self._free:
+                    self._opening -= 1
+                    self._free.notify()
+
+    def _free_one(self, begun: float) -> Link | None:
+        """A connection from the stack; None where a new one may be opened, which is counted then."""
+        with self._free:
+            self._waiting += 1
+            try:
+                while True:
+                    if self.is_closed:
+                        raise StoreUnavailable(f"the ledger on {self.place} is closed; nothing was done. Open it anew.")
+                    with suppress(IndexError):
+                        return self._idle.pop()
+                    if len(self._open) + self._opening < MOST_CONNECTIONS:
+                        self._opening += 1
+                        return None
+                    if not self._free.wait(max(0.0, begun + self.outage_seconds - time.monotonic())):
+                        raise StoreUnavailable(
+                            f"all {MOST_CONNECTIONS} connections to {self.place} were in use for {self.outage_seconds:.0f} s; nothing "
+                            "was done. Call again."
+                        )
+            finally:
+                self._waiting -= 1
+
+    def open(self) -> Link:
+        """A new connection. Raises `psycopg.Error`."""
+        link = Link.connect(**self.terms, autocommit=True, prepare_threshold=None, row_factory=tuple_row)
+        try:
+            link.reply_seconds = self.reply_seconds
+            link.adapters.register_dumper(int, Int8Dumper)  # one type whatever the number, so one plan
+            if not self._is_pooled:
+                # What a pooler tells its client to be cancelled by is not the process that does the work.
+                ((process,),) = link.execute("SELECT pg_backend_pid()").fetchall()
+                self._is_pooled = process != link.info.backend_pid
+            link.is_behind_pooler = self._is_pooled
+            link.prepare_threshold = None if self._is_pooled else 1
+        except BaseException:
+            link.close()
+            raise
+        with self._free:
+            self._open.add(link)
+        return link
+
+    # --- the end, and forks -------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Close what is idle now, and the rest as it comes back. Nobody waits any longer."""
+        self.is_closed = True
+        self._end.set()
+        self._drop_idle()
+        with self._free:
+            self._free.notify_all()
+
+    def abandon(self) -> None:
+        """In a forked child: let go of the parent's connections without a word to the server, which would end the parent's sessions."""
+        for link in list(self._open):
+            _never_closed.append(link)
+            with suppress(OSError, psycopg.Error):
+                os.close(link.fileno())
+        self._idle = []
+        self._renew()
+
+
+def place_of(dsn: str) -> str:
+    """An address in words for people, without its password."""
+    try:
+        told = {key: str(value) for key, value in conninfo.conninfo_to_dict(dsn).items() if value is not None}
+    except psycopg.Error as error:
+        raise StoreError(
+            f"this is no address of a PostgreSQL database ({' '.join(str(error).split())}); nothing was opened. "
+            "It is spelt postgresql://user@host:port/database."
+        ) from None
+    user = f"{told['user']}@" if "user" in told else ""
+    hosts, ports = told.get("host", "").split(","), told.get("port", "").split(",")
+    ports = ports * len(hosts) if len(ports) == 1 else ports
+    where = ",".join(f"{host}:{port}" if port else host for host, port in zip(hosts, ports, strict=False))
+    return f"postgresql://{user}{where}/{told.get('dbname', '')}"
+
+
+def connection_terms(dsn: str, *, read_only: bool = False) -> dict[str, Any]:
+    """What a connection to this address is opened with. Raises a `StoreError` where it is none."""
+    place_of(dsn)  # says what is wrong with it
+    given = conninfo.conninfo_to_dict(dsn)
+    terms: dict[str, Any] = {**_DEFAULTS, **given, "client_encoding": "UTF8"}
+    if not read_only and "," in str(given.get("host", "")):
+        terms.setdefault("target_session_attrs", "read-write")  # of several servers the primary, whichever that is now
+    return terms
