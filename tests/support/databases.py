@@ -11,6 +11,7 @@ from urllib.parse import quote, urlsplit
 
 import psycopg
 
+from support.daemons import wait_until
 from support.postgres import Server
 
 OTHER_SERVER = "AGENT_RUN_LEDGER_TEST_DSN"
@@ -25,7 +26,8 @@ class Databases:
 
     def __init__(self, url: str) -> None:
         self._url = url
-        self._prefix = f"test_{secrets.token_hex(4)}"  # several test runs may share the server
+        self.prefix = f"test_{secrets.token_hex(4)}"
+        """What the names of its databases begin with: several test runs may share a server."""
         self._count = 0
         self._templates: dict[Prepare, str] = {}
         self._over: list[str] = []
@@ -63,7 +65,13 @@ class Databases:
             self._execute(f"CREATE DATABASE {name} TEMPLATE template0")
             self._templates[prepare] = name
             prepare(self.url(name))
+            self._let_nobody_stay(name)
         return self._templates[prepare]
+
+    def _let_nobody_stay(self, database: str) -> None:
+        """What somebody is connected to, as a pooler still is, can be no template."""
+        ended = f"SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity WHERE datname = '{database}'"
+        wait_until(lambda: self._execute(ended).fetchone() == (0,), "a template that nobody is connected to")
 
     def _drop_all_but(self, last: int) -> None:
         while len(self._over) > last:
@@ -71,12 +79,12 @@ class Databases:
 
     def _new_name(self) -> str:
         self._count += 1
-        return f"{self._prefix}_{self._count}"
+        return f"{self.prefix}_{self._count}"
 
-    def _execute(self, statement: str) -> None:
+    def _execute(self, statement: str) -> psycopg.Cursor:
         if self._connection is None:
-            self._connection = psycopg.connect(self._url, autocommit=True)
-        self._connection.execute(statement)
+            self._connection = psycopg.connect(self._url, autocommit=True, prepare_threshold=None)
+        return self._connection.execute(statement)
 
 
 @cache

