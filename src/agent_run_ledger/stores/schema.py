@@ -26,7 +26,7 @@ SELECT r.rowid AS rowid, r.*, NULL AS queue, 0 AS priority, NULL AS key, NULL AS
     said_in((SELECT body FROM entries WHERE run_id = r.run_id AND seq = 1), 'at') AS created_at,
     said_in((SELECT body FROM entries WHERE run_id = r.run_id AND seq = 1), 'agent') AS agent
 FROM main.runs r;
-CREATE TEMP TABLE boots (boot, began, ahead);
+CREATE TEMP TABLE boots (boot, ahead, reached, news);
 CREATE TEMP TABLE workers (worker, said, beat);
 """
 _STOOD_IN_BEFORE = 3

@@ -167,7 +167,7 @@ class SqliteStore:
             if is_made:
                 asked = ((run_id, each.id, each.kind, each.payload, each.who, each.at) for each in requests)
                 db.executemany(_INBOX, asked)
-                self._news.put(db)
+                self._timeline.mark(db, is_news=True)
             return is_made
 
         with kept_aside(pages) as spooled:  # who reads from elsewhere holds no lock meanwhile
@@ -219,7 +219,7 @@ class SqliteStore:
             self._holding.lose(run_id, token)  # where it fails and is ours still, a claim takes it from ourselves
             is_news = released is not None and released[0] is not None  # of a queue: if not to be taken, it made room
             if is_news:
-                self._news.put(db)
+                self._timeline.mark(db, is_news=True)
             return is_news
 
         if self._files.write(NORMAL, work):
@@ -269,7 +269,7 @@ class SqliteStore:
             number, queue = counted
             db.execute(_INBOX, (run_id, number, kind, payload, who, at))
             if queue is not None:
-                self._news.put(db)
+                self._timeline.mark(db, is_news=True)
             return int(number)
 
         number = self._files.write(FULL, work)
