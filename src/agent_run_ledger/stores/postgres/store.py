@@ -29,6 +29,7 @@ _CLAIM = f"""
 UPDATE runs SET
     owner = %s, lease_until = {{now}} + %s::float8, lease_seconds = %s, lease_call = %s,
     note = CASE WHEN owner = %s AND starts_with(lease_call, %s) THEN note END,
+    due = CASE WHEN owner = %s AND starts_with(lease_call, %s) THEN due WHEN queue IS NOT NULL THEN least(due, {{now}}) END,
     fencing_token = CASE WHEN owner = %s AND starts_with(lease_call, %s) THEN fencing_token
         ELSE greatest(fencing_token, (SELECT value FROM meta WHERE meta.key = 'epoch') * 1048576) + 1 END
 WHERE run_id = %s AND (owner IS NULL OR lease_until <= {{now}} OR (owner = %s AND starts_with(lease_call, %s))) AND {SYNCED}
@@ -47,11 +48,11 @@ UPDATE runs SET owner = NULL, due = CASE
     WHEN inbox > %s THEN {{now}}
     ELSE {{now}} + %s::float8 END
 WHERE run_id = %s AND fencing_token = %s AND owner IS NOT NULL AND {SYNCED}
-RETURNING due IS NOT NULL
+RETURNING queue IS NOT NULL
 """
 
 _GIVE_BACK = f"""
-UPDATE runs SET owner = NULL FROM unnest(%s::text[], %s::bigint[]) AS h (id, token)
+UPDATE runs SET owner = NULL FROM unnest(%b::text[], %b::bigint[]) AS h (id, token)
 WHERE run_id = h.id AND fencing_token = h.token AND owner IS NOT NULL AND {SYNCED}
 """.encode()
 
@@ -143,7 +144,7 @@ class PostgresStore:
         def take_in(link: Link) -> bool:
             if making.take_in(pages, requests, link) is None:
                 return False
-            if listing.queue is not None and due_in is not None:
+            if listing.queue is not None:
                 self._bell.ring_elsewhere(link)
             return True
 
@@ -160,7 +161,7 @@ class PostgresStore:
         self._refuse_reading()
         owner = self._own_name(owner)
         mine = (owner, self._mark)
-        values = (owner, lease_seconds, lease_seconds, self._mark, *mine, *mine, run_id, *mine, "on")
+        values = (owner, lease_seconds, lease_seconds, self._mark, *mine, *mine, *mine, run_id, *mine, "on")
 
         def take(link: Link) -> tuple[int, bytes]:
             while True:
@@ -227,6 +228,11 @@ class PostgresStore:
         return answer
 
     def append_all(self, appends: Sequence[Append], *, synced: bool) -> list[bool | LedgerError]:
+        if len(appends) == 1:  # alone it is cheaper
+            try:
+                return [self.append(*appends[0], synced=synced)]
+            except LedgerError as error:
+                return [error]
         answers: list[bool | LedgerError] = [
             LeaseLost(append.run_id, append.token) if self._is_inherited(append.run_id, append.token) else False
             for append in appends
@@ -332,7 +338,8 @@ class PostgresStore:
         def make(find: Callable[[Link], int | None], link: Link) -> bool:
             if making.make(rows, link) is None and find(link) is None:
                 return False
-            self._bell.ring_elsewhere(link)
+            if listing.queue is not None:
+                self._bell.ring_elsewhere(link)
             return True
 
         return self._links.run(partial(make, lambda link: None), partial(make, making.find))
@@ -351,7 +358,14 @@ class PostgresStore:
 
     def free_dead(self) -> int:
         self._refuse_reading()
-        return self._links.run(partial(waiting.free_dead, self._now))
+
+        def work(link: Link) -> int:
+            freed = waiting.free_dead(self._now, link)
+            if freed:
+                self._bell.ring_elsewhere(link)
+            return freed
+
+        return self._links.run(work)
 
     def wait_for_work(self, seconds: float) -> bool:
         return self._bell.wait(seconds)
