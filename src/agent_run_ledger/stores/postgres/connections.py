@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import psycopg
 from psycopg import conninfo
 from psycopg.rows import TupleRow, tuple_row
-from psycopg.types.numeric import Int8Dumper
+from psycopg.types.numeric import Int8BinaryDumper, Int8Dumper
 
 from agent_run_ledger.errors import LedgerError, StoreError, StoreUnavailable
 from agent_run_ledger.stores.postgres.faults import is_lost, is_passing, is_refused_connection, is_stale, named
@@ -229,12 +229,17 @@ class Connections:
         link = Link.connect(**self.terms, autocommit=True, prepare_threshold=None, row_factory=tuple_row)
         try:
             link.reply_seconds = self.reply_seconds
-            link.adapters.register_dumper(int, Int8Dumper)  # one type whatever the number, so one plan
+            for dumper in (Int8Dumper, Int8BinaryDumper):  # one type whatever the number, so one plan
+                link.adapters.register_dumper(int, dumper)
             if not self.is_behind_pooler:
                 # What a pooler tells its client to be cancelled by is not the process that does the work.
                 ((process,),) = link.execute(b"SELECT pg_backend_pid()").fetchall()
                 self.is_behind_pooler = process != link.info.backend_pid
-            link.prepare_threshold = None if self.is_behind_pooler else 1
+            if not self.is_behind_pooler:
+                # Each statement is planned once, for any values: to plan the longer ones takes longer than to do them, and to compile
+                # them takes a thousand times as long.
+                link.execute(b"SET plan_cache_mode = force_generic_plan; SET jit = off")
+                link.prepare_threshold = 1
         except BaseException:
             link.close()
             raise
