@@ -1228,7 +1228,7 @@ def test_the_numbers_on_the_page_are_those_of_the_code() -> None:
     from agent_run_ledger.rules.canonical import MAX_NESTING
     from agent_run_ledger.rules.names import MAX_BYTES
     from agent_run_ledger.stores.schema import APPLICATION_ID, SCHEMA_VERSION
-    from agent_run_ledger.stores.sqlite import LARGE_PAYLOAD_BYTES
+    from agent_run_ledger.stores.sqlite_log import LARGE_PAYLOAD_BYTES
 
     text = SCHEMA.read_text(encoding="utf-8")
     assert f"0x{APPLICATION_ID:X}" in text

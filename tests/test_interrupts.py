@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 
 from agent_run_ledger.contract import Row
-from agent_run_ledger.stores.sqlite import LARGE_PAYLOAD_BYTES, SqliteStore
+from agent_run_ledger.stores.sqlite import SqliteStore
+from agent_run_ledger.stores.sqlite_log import LARGE_PAYLOAD_BYTES
 from agent_run_ledger.testing import FakeClock, a_row
 from agent_run_ledger.testing.stores.words import LISTING
 
@@ -110,7 +111,7 @@ class Ledger:
 
     def new_owner(self) -> str:
         """An owner that the store does not hold yet. The former ones are let go of, so that there are never many."""
-        owners = self.store._owners
+        owners = self.store._holding.owners
         for owner in owners.held - {"a"}:
             os.close(owners._held.pop(owner))
             os.unlink(owners._path(owner))
@@ -125,9 +126,9 @@ class Ledger:
         assert repr(self.store._files.mutex).startswith("<unlocked")
         assert repr(self.store._files._reader_mutex).startswith("<unlocked")
         assert self.other.append("probe", self.tokens["probe"], 0, [a_row(self.size("probe") + 1)], synced=False)
-        if Path(self.other._owners.folder, "dead").exists():
-            assert self.other._owners.prove_death("dead")  # its lock is kept by nobody
-            self.other._owners.leave()
+        if Path(self.other._holding.owners.folder, "dead").exists():
+            assert self.other._holding.owners.prove_death("dead")  # its lock is kept by nobody
+            self.other._holding.owners.leave()
         for synced in (True, False, True):  # first as it was before: a level that is wrongly remembered is seen
             size = self.size("run")
             assert self.store.append("run", self.tokens["run"], 0, [a_row(size + 1)], synced=synced)
@@ -194,7 +195,7 @@ def renew(ledger: Ledger) -> tuple[Callable[[], object], Callable[[], bool]]:
 def create(ledger: Ledger) -> tuple[Callable[[], object], Callable[[], bool]]:
     name, owner = f"new {ledger.number}", ledger.new_owner()
     return (
-        lambda: ledger.store.create(name, owner, 30.0, b"s" * 32, [a_row(1), a_row(2)]),
+        lambda: ledger.store.create(name, owner, 30.0, b"s" * 32, [a_row(1), a_row(2)], LISTING),
         lambda: ledger.size(name) == 2,
     )
 
@@ -206,7 +207,7 @@ def claim_of_a_free_run(ledger: Ledger) -> tuple[Callable[[], object], Callable[
 
 def claim_of_a_dead_owner(ledger: Ledger) -> tuple[Callable[[], object], Callable[[], bool]]:
     ledger.db.execute("UPDATE runs SET owner = 'dead' WHERE run_id = 'spare'")
-    Path(ledger.store._owners.folder, "dead").touch()
+    Path(ledger.store._holding.owners.folder, "dead").touch()
     return claim(ledger)
 
 

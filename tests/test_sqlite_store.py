@@ -15,13 +15,13 @@ import signal
 import sqlite3
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
-from agent_run_ledger.contract import Append, Row
+from agent_run_ledger.contract import Append, Listing, QueueTerms, Row
 from agent_run_ledger.errors import (
     LeaseLost,
     LedgerError,
@@ -38,6 +38,7 @@ from agent_run_ledger.errors import (
 )
 from agent_run_ledger.stores import clock as clock_module
 from agent_run_ledger.stores import open_store, owners, schema
+from agent_run_ledger.stores.connections import Connections
 from agent_run_ledger.stores.diagnosis import diagnose
 from agent_run_ledger.stores.faults import named
 from agent_run_ledger.stores.filelock import WriteLock
@@ -83,6 +84,7 @@ def python(script: str, *arguments: str, **options: Any) -> subprocess.Popen[str
         "from agent_run_ledger.contract import Row\n"
         "from agent_run_ledger.errors import *\n"
         "from agent_run_ledger.stores.sqlite import SqliteStore\n"
+        "from agent_run_ledger.contract import Listing\n"
         "from agent_run_ledger.testing import FakeClock, a_row\n"
     )
     return subprocess.Popen(
@@ -535,7 +537,7 @@ def test_a_run_of_an_earlier_boot_is_free(store: SqliteStore, path: Path) -> Non
 def test_a_lease_of_another_machine_is_watched_for_as_long_as_it_is_valid(
     store: SqliteStore, path: Path, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store._owners, "is_local", lambda: False)
+    monkeypatch.setattr(store._holding.owners, "is_local", lambda: False)
     create(store)
     with look(path) as db:
         db.execute("UPDATE runs SET lease_boot = 'another machine', lease_until = 5.0, owner = 'x'")
@@ -596,7 +598,7 @@ def test_eight_processes_that_open_a_new_ledger_at_once_make_it_once(path: Path)
 print("ready", flush=True)
 sys.stdin.readline()
 with contextlib.closing(SqliteStore(sys.argv[1], clock=FakeClock())) as store:
-    store.create(sys.argv[2], sys.argv[2], 30.0, b"s" * 32, [a_row(1)])
+    store.create(sys.argv[2], sys.argv[2], 30.0, b"s" * 32, [a_row(1)], Listing(1.5))
 """
     processes = [python(script, str(path), f"r{number}") for number in range(8)]
     for process in processes:
@@ -619,7 +621,7 @@ def test_processes_that_write_at_once_all_get_their_turn(path: Path) -> None:
     script = """
 store = SqliteStore(sys.argv[1], clock=FakeClock(), durability="process")
 name = sys.argv[2]
-store.create(name, name, 30.0, b"s" * 32, [a_row(1)])
+store.create(name, name, 30.0, b"s" * 32, [a_row(1)], Listing(1.5))
 for seq in range(2, 402):
     assert store.append(name, 1, 0, [a_row(seq, payload=b"x" * 4000)], synced=seq % 50 == 0)
 store.close()
@@ -636,7 +638,7 @@ store.close()
 def test_what_was_acknowledged_survives_a_kill_in_the_middle_of_writing(path: Path) -> None:
     script = """
 store = SqliteStore(sys.argv[1], clock=FakeClock(), durability="process")
-store.create("r", "a", 30.0, b"s" * 32, [a_row(1)])
+store.create("r", "a", 30.0, b"s" * 32, [a_row(1)], Listing(1.5))
 seq = 1
 while True:
     pair = [a_row(seq + 1, payload=b"x" * 3000), a_row(seq + 2)]
@@ -701,7 +703,7 @@ def test_a_forked_child_works_with_a_connection_and_an_owner_of_its_own(store: S
 
     def child() -> str:
         assert len(store.read("r")) == 1
-        lease = store.create("of the child", "a", 30.0, SECRET, [a_row(1)])
+        lease = store.create("of the child", "a", 30.0, SECRET, [a_row(1)], LISTING)
         assert lease is not None
         assert store.append("of the child", lease.token, 0, [a_row(2)], synced=True)
         assert store.claim("of the child", "a", 30.0) == lease
@@ -745,7 +747,7 @@ def test_what_a_child_writes_after_its_parent_closed_is_kept(store: SqliteStore,
     child = os.fork()
     if child == 0:
         try:
-            lease = store.create("of the child", "c", 30.0, SECRET, [a_row(1)])
+            lease = store.create("of the child", "c", 30.0, SECRET, [a_row(1)], LISTING)
             assert lease is not None
             os.write(from_child, b"x")
             os.read(to_child, 1)
@@ -768,7 +770,7 @@ def test_what_a_child_writes_after_its_parent_closed_is_kept(store: SqliteStore,
 def test_a_child_that_outlives_its_parent_does_not_keep_its_runs(path: Path, clock: FakeClock) -> None:
     script = """
 store = SqliteStore(sys.argv[1], clock=FakeClock())
-store.create("r", "a", 30.0, b"s" * 32, [a_row(1)])
+store.create("r", "a", 30.0, b"s" * 32, [a_row(1)], Listing(1.5))
 child = os.fork()
 if child == 0:
     store.head("r")
@@ -1162,7 +1164,7 @@ def test_a_read_only_store_reads_and_writes_nothing(store: SqliteStore, path: Pa
         assert len(list(reader.summaries())) == 1
         assert list(reader.check()) == []
         for call in (
-            lambda: reader.create("s", "b", 30.0, SECRET, [a_row(1)]),
+            lambda: reader.create("s", "b", 30.0, SECRET, [a_row(1)], LISTING),
             lambda: reader.claim("r", "b", 30.0),
             lambda: reader.renew("r", token, 30.0),
             lambda: reader.release("r", token),
@@ -1266,12 +1268,19 @@ def test_an_older_ledger_is_migrated_after_a_backup_copy(path: Path, clock: Fake
         SqliteStore(path, clock=clock)
 
 
+def brought_to(path: Path, version: int, scripts: Sequence[str] | None = None) -> None:
+    """Make the file, or bring it on, as an earlier version of the library would."""
+    files = Connections(str(path), 30.0, migrations=(scripts or schema.load_migrations())[:version])
+    files.open()
+    files.close(30.0, lambda: None)
+
+
 def test_a_file_of_every_earlier_version_comes_to_the_schema_of_a_new_one(tmp_path: Path, clock: FakeClock) -> None:
     scripts = schema.load_migrations()
     wanted = None
     for version in range(len(scripts), 0, -1):
         path = tmp_path / f"{version}.db"
-        SqliteStore(path, clock=clock, migrations=scripts[:version]).close()
+        brought_to(path, version)
         with contextlib.closing(SqliteStore(path, clock=clock)) as store:
             create(store)
             assert list(store.check()) == []
@@ -1280,6 +1289,46 @@ def test_a_file_of_every_earlier_version_comes_to_the_schema_of_a_new_one(tmp_pa
             assert db.execute("SELECT count(*) FROM agent_step_journal").fetchone() == (0,)
         wanted = wanted or objects
         assert objects == wanted
+
+
+LEDGERS_OF_OLD = """
+INSERT INTO runs (run_id, owner, fencing_token) VALUES ('r', NULL, 7), ('plain', NULL, 1), ('broken', NULL, 1), ('odd', NULL, 1);
+INSERT INTO secrets VALUES ('r', x'01');
+INSERT INTO entries (run_id, seq, kind, body, roots) VALUES
+    ('r', 1, 'created', CAST('{"at":1790000000.1234567,"agent":"books \\"ä\\""}' AS BLOB), zeroblob(32)),
+    ('plain', 1, 'created', CAST('{"at":1.5}' AS BLOB), zeroblob(32)),
+    ('broken', 1, 'created', x'ff00', zeroblob(32)),
+    ('odd', 1, 'created', CAST('{"at":[],"agent":"\\ud800"}' AS BLOB), zeroblob(32)),
+    ('r', 2, 'note', CAST('{"at":2.5,"agent":"other"}' AS BLOB), zeroblob(32));
+"""
+
+
+@pytest.mark.parametrize("version", range(1, schema.SCHEMA_VERSION))
+@pytest.mark.parametrize("read_only", [False, True])
+def test_the_runs_of_an_older_ledger_are_listed_as_their_first_entries_say(
+    path: Path, clock: FakeClock, version: int, read_only: bool
+) -> None:
+    """To the last bit, for `verify` compares them; and who may not write the file reads it as if it had been brought up to date."""
+    brought_to(path, version)
+    with look(path) as db:
+        db.executescript(LEDGERS_OF_OLD)
+    with contextlib.closing(SqliteStore(path, clock=clock, read_only=read_only)) as store:
+        listings = {summary.head.run_id: summary.head.listing for summary in store.summaries()}
+        assert listings == {
+            "r": Listing(1790000000.1234567, 'books "ä"'),
+            "plain": Listing(1.5),
+            "broken": Listing(None),  # type: ignore[arg-type]
+            "odd": Listing(None),  # type: ignore[arg-type]
+        }
+        head = store.head("r")
+        assert head is not None
+        assert (head.token, head.listing, head.due_in) == (7, listings["r"], None)
+        assert list(store.check()) == []
+        if not read_only:
+            assert store.claim("r", "a", 30.0).token == 8
+            assert store.claim_due("a", 30.0, [QueueTerms("default")], ['books "ä"'], 9) == []
+    with look(path) as db:
+        assert db.execute("PRAGMA user_version").fetchone() == (version if read_only else schema.SCHEMA_VERSION,)
 
 
 def test_a_migration_that_fails_changes_nothing(path: Path, clock: FakeClock) -> None:
@@ -1295,11 +1344,11 @@ def test_a_migration_that_fails_changes_nothing(path: Path, clock: FakeClock) ->
         assert len(store.read("r")) == 1
 
 
-def test_all_migrations_one_after_the_other_give_the_schema_of_a_new_file(path: Path, clock: FakeClock) -> None:
+def test_all_migrations_one_after_the_other_give_the_schema_of_a_new_file(path: Path) -> None:
     scripts = [*schema.load_migrations(), "CREATE TABLE extra (x);"]
     for version in range(1, len(scripts) + 1):
-        SqliteStore(path, clock=clock, migrations=scripts[:version]).close()
-    SqliteStore(f"{path}.new", clock=clock, migrations=scripts).close()
+        brought_to(path, version, scripts)
+    brought_to(Path(f"{path}.new"), len(scripts), scripts)
     with look(path) as old, look(Path(f"{path}.new")) as new:
         assert schema.objects(old) == schema.objects(new)
 
@@ -1425,7 +1474,7 @@ def raising(answers: list[bool | LedgerError]) -> None:
 
 def verbs(store: SqliteStore, token: int) -> list[Any]:
     return [
-        lambda: store.create("s", "b", 30.0, SECRET, [a_row(1)]),
+        lambda: store.create("s", "b", 30.0, SECRET, [a_row(1)], LISTING),
         lambda: store.claim("r", "c", 30.0),
         lambda: store.renew("r", token, 30.0),
         lambda: store.release("r", token),
@@ -1630,7 +1679,7 @@ def test_many_appends_are_one_transaction_whatever_becomes_of_each(
         "ROLLBACK TO one",
         "COMMIT",
     ]
-    assert not store._noted  # the next append looks for no note
+    assert not store._log.noted  # the next append looks for no note
     assert_is_written(store, mixed)
 
 
@@ -1845,7 +1894,7 @@ from agent_run_ledger.contract import Append
 store = SqliteStore(sys.argv[1], clock=FakeClock(), durability="process")
 names = [f"r{number}" for number in range(40)]
 for name in names:
-    store.create(name, "a", 30.0, b"s" * 32, [a_row(1)])
+    store.create(name, "a", 30.0, b"s" * 32, [a_row(1)], Listing(1.5))
 seq = 1
 while True:
     seq += 1

@@ -112,7 +112,7 @@ def test_postgresql_is_refused_by_name(path: str) -> None:
 
 def test_a_forked_child_has_a_copy_of_a_store_in_memory(clock: FakeClock) -> None:
     store = open_store(":memory:", durability="full", clock=clock)
-    assert store.create("r", "a", 30.0, b"s" * 32, [a_row(1)])
+    assert store.create("r", "a", 30.0, b"s" * 32, [a_row(1)], LISTING)
     child = os.fork()
     if child == 0:
         try:

@@ -166,7 +166,7 @@ class Life:
                 with ledger._leases._heart:
                     pass
         if isinstance(self.store, SqliteStore):
-            self.store._owners.abandon()
+            self.store._holding.owners.abandon()
             self.store.close()
 
     def runs(self) -> list[str]:

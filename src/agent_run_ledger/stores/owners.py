@@ -31,9 +31,7 @@ class Owners:
 
     def __init__(self, database: str) -> None:
         self.folder = database + ".owners"
-        self.dead: str | None = None
-        """The owner whose grave is open: dead, and nobody can take its place until the grave is closed."""
-        self._grave = -1
+        self._graves: dict[str, int] = {}
         self._held: dict[str, int] = {}
 
     def hold(self, owner: str) -> None:
@@ -63,33 +61,43 @@ class Owners:
         """The owners whose lock this store holds."""
         return frozenset(self._held)
 
+    @property
+    def dead(self) -> frozenset[str]:
+        """The owners whose graves are open: dead, and nobody can take their place until the graves are closed."""
+        return frozenset(self._graves)
+
     def prove_death(self, owner: str) -> bool:
         """Open the grave of `owner` if the kernel proves that it is dead; end with `bury` or `leave`.
 
         Believe it only for a lease of this boot, and where `is_local`.
         """
-        self.leave()
+        if owner in self._graves:
+            return True
         path = self._path(owner)
         try:
-            self._grave = os.open(path, os.O_RDWR | getattr(os, "O_CLOEXEC", 0))
-            if try_lock(self._grave, path) and _stands_at(self._grave, path):
-                self.dead = owner
+            self._graves[owner] = os.open(path, os.O_RDWR | getattr(os, "O_CLOEXEC", 0))
+            if try_lock(self._graves[owner], path) and _stands_at(self._graves[owner], path):
                 return True
         except (OSError, StoreUnavailable):
             pass  # what cannot be locked proves nothing
-        self.leave()
+        self._close_grave(owner)
         return False
 
     def bury(self) -> None:
-        """Remove the file of the dead owner under its lock, once no run is left that this owner has."""
-        if self.dead is not None:
-            _unlink(self._path(self.dead))
+        """Remove the files of the dead owners under their locks, once no run is left that they have."""
+        for owner in self.dead:
+            _unlink(self._path(owner))
         self.leave()
 
     def leave(self) -> None:
-        """Close the grave, if one is open; a file that still stands is left to the next who looks."""
-        fd, self._grave, self.dead = self._grave, -1, None
-        if fd >= 0:
+        """Close the graves that are open; a file that still stands is left to the next who looks."""
+        for owner in self.dead:
+            self._close_grave(owner)
+
+    def _close_grave(self, owner: str) -> None:
+        if owner in self._graves:
+            fd = self._graves[owner]
+            del self._graves[owner]  # nothing is called between this and the close, so no interrupt comes there
             os.close(fd)
 
     def is_local(self) -> bool:

@@ -13,11 +13,23 @@ from agent_run_ledger.stores.filelock import WriteLock
 
 APPLICATION_ID = 0x41524C31
 """What `PRAGMA application_id` says in every ledger: "ARL1"."""
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 """The number of the last file in `migrations`."""
 
 OBJECTS = "SELECT type || ' ' || name, sql FROM sqlite_master WHERE sql IS NOT NULL AND name NOT LIKE 'sqlite_%'"
 """Asks a database for the names and the SQL of its tables, indexes, triggers and views."""
+
+# Who may not write an older file reads it as if it had been brought up to date, through what stands here in the place of its tables.
+_STAND_INS = """
+CREATE TEMP VIEW runs AS
+SELECT r.rowid AS rowid, r.*, NULL AS queue, 0 AS priority, NULL AS key, NULL AS due,
+    said_in((SELECT body FROM entries WHERE run_id = r.run_id AND seq = 1), 'at') AS created_at,
+    said_in((SELECT body FROM entries WHERE run_id = r.run_id AND seq = 1), 'agent') AS agent
+FROM main.runs r;
+CREATE TEMP TABLE boots (boot, began, ahead);
+CREATE TEMP TABLE workers (worker, said, beat);
+"""
+_STOOD_IN_BEFORE = 3
 
 _LOG_LIMIT_BYTES = 8 * 1024 * 1024
 _FULL = 2
@@ -72,7 +84,7 @@ class Database:
             connection = self._connect(_uri(self.path, "mode=ro"), uri=True)
             try:
                 try:
-                    self._check(connection)
+                    version = self._check(connection)
                 except sqlite3.OperationalError as error:
                     if error.sqlite_errorcode == sqlite3.SQLITE_READONLY_ROLLBACK:
                         raise StoreReadOnly(
@@ -85,7 +97,9 @@ class Database:
                         raise
                     connection.close()
                     connection = self._connect(_uri(self.path, "immutable=1"), uri=True)
-                    self._check(connection)
+                    version = self._check(connection)
+                if version < _STOOD_IN_BEFORE:
+                    connection.executescript(_STAND_INS)
                 connection.execute("PRAGMA query_only=1")
             except BaseException:
                 connection.close()
@@ -94,12 +108,12 @@ class Database:
             raise named(error, self.path) from error
         return connection
 
-    def expected_objects(self) -> dict[str, str]:
+    def expected_objects(self, version: int) -> dict[str, str]:
         """The SQL of every table, index, trigger and view that a ledger of this version has, by name."""
         try:
-            connection = sqlite3.connect(":memory:", isolation_level=None)
+            connection = self._connect(":memory:", uri=False)
             try:
-                for script in self._scripts():
+                for script in self._scripts()[:version]:
                     connection.executescript(script)
                 return objects(connection)
             finally:
@@ -108,7 +122,7 @@ class Database:
             raise named(error, self.path) from error
 
     def _connect(self, name: str, *, uri: bool) -> sqlite3.Connection:
-        return sqlite3.connect(
+        connection = sqlite3.connect(
             name,
             timeout=self._busy_seconds,
             isolation_level=None,
@@ -116,6 +130,8 @@ class Database:
             cached_statements=64,
             uri=uri,
         )
+        connection.create_function("said_in", 2, _said_in, deterministic=True)
+        return connection
 
     def _refuse_unmakeable(self) -> None:
         folder = os.path.dirname(self.path)
@@ -307,6 +323,20 @@ class Database:
 def objects(connection: sqlite3.Connection) -> dict[str, str]:
     """The SQL of every table, index, trigger and view of a database, by name."""
     return dict(connection.execute(OBJECTS))
+
+
+def _said_in(body: bytes, name: str) -> str | float | None:
+    """What the body of an entry says under this name, a text or a number; None where it says nothing of the kind."""
+    import json
+
+    try:
+        said = json.loads(body)[name]
+        if isinstance(said, str):
+            said.encode()  # refuses what SQLite could not take
+            return said
+        return float(said)
+    except Exception:  # who wrote into the file may have written anything
+        return None
 
 
 def _uri(path: str, parameter: str) -> str:

@@ -1,0 +1,33 @@
+-- Schema 3. A head says what its run is sorted and found by, copied from the first entry, and when a worker may take it. `said_in` is a
+-- function of the library: SQLite's own reading of a number may be off by its last bit, and `verify` compares all bits.
+ALTER TABLE runs ADD COLUMN created_at REAL;
+ALTER TABLE runs ADD COLUMN agent TEXT;
+ALTER TABLE runs ADD COLUMN queue TEXT;
+ALTER TABLE runs ADD COLUMN priority INTEGER NOT NULL DEFAULT 0 CHECK (typeof(priority) = 'integer');
+ALTER TABLE runs ADD COLUMN key TEXT;
+ALTER TABLE runs ADD COLUMN due REAL CHECK (due IS NULL OR typeof(due) = 'real' AND queue IS NOT NULL);
+
+UPDATE runs SET
+    created_at = said_in((SELECT body FROM entries WHERE run_id = runs.run_id AND seq = 1), 'at'),
+    agent = said_in((SELECT body FROM entries WHERE run_id = runs.run_id AND seq = 1), 'agent');
+
+-- One lane for each queue, agent and priority, in which those that have been due for longest come first.
+CREATE INDEX runs_that_wait ON runs (queue, agent, priority, due, key) WHERE owner IS NULL AND due IS NOT NULL;
+CREATE INDEX runs_that_are_busy ON runs (queue, key) WHERE owner IS NOT NULL AND due IS NOT NULL;
+
+-- How far the clock of the machine is behind the clock of the ledger, by which runs are due; one row for each boot of the machine.
+CREATE TABLE boots (
+    boot  TEXT NOT NULL UNIQUE,
+    began REAL NOT NULL,
+    ahead REAL NOT NULL
+);
+
+-- What each worker said last, and when, by the clock of the ledger.
+CREATE TABLE workers (
+    worker TEXT NOT NULL UNIQUE,
+    said   BLOB NOT NULL,
+    beat   REAL NOT NULL
+);
+
+-- Moves whenever a worker that waits should look again.
+INSERT INTO meta VALUES ('news', 0);
