@@ -79,7 +79,7 @@ class CopyRefused(LedgerError, ValueError):
     """A run cannot be copied as it was asked for. Nothing was written to the other ledger, and the run stays as it was."""
 
     def __init__(self, run_id: str, place: str, why: str) -> None:
-        super().__init__(f"run {run_id!r} is not copied to {place}: {why}")
+        super().__init__(f"run {run_id!r} was not copied to {place}, and nothing was written: {why}")
         self.run_id = run_id
         self.place = place
         self.why = why

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from agent_run_ledger.testing.stores.entries import EntriesContract
 from agent_run_ledger.testing.stores.looking import LookingContract
+from agent_run_ledger.testing.stores.moving import MovingContract
 from agent_run_ledger.testing.stores.ownership import OwnershipContract
 from agent_run_ledger.testing.stores.together import TogetherContract
 
 
-class StoreContract(OwnershipContract, EntriesContract, TogetherContract, LookingContract):
+class StoreContract(OwnershipContract, EntriesContract, TogetherContract, LookingContract, MovingContract):
     """The conformance suite of `contract.Store`: a subclass per store, with pytest fixtures `store` and `clock`.
 
     `store` is a fresh, empty store that measures leases by `clock`, a `FakeClock`.
