@@ -12,6 +12,7 @@ from typing import Any
 import hypothesis
 import pytest
 
+from support import databases
 from support.ledgers import KINDS, Bench
 from support.programs import Way
 
@@ -51,9 +52,13 @@ def refuse_to_leave_the_machine(event: str, arguments: tuple[Any, ...]) -> None:
 sys.addaudithook(refuse_to_leave_the_machine)
 
 
+def pytest_unconfigure() -> None:
+    databases.let_go()
+
+
 @pytest.fixture(params=KINDS)
 def bench(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Bench]:
-    """Storage with a clock that moves when told, once in memory and once in a file."""
+    """Storage with a clock that moves when told: in memory, in a file, and on a server."""
     with Bench(request.param, tmp_path) as opened:
         yield opened
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from agent_run_ledger import AgentRunLedger, Effect, RetryPolicy, Run, StepFailed, current_step
-from agent_run_ledger.contract import Store
+from agent_run_ledger import AgentRunLedger, Effect, Receipt, RetryPolicy, Run, StepFailed, current_step
+from agent_run_ledger.contract import QueueTerms, Store
 from agent_run_ledger.stores.memory import MemoryStore
 from agent_run_ledger.testing import FakeClock
 from support.ledgers import Bench, Tool
@@ -85,7 +86,7 @@ def test_a_worker_that_died_before_it_could_say_when_leaves_the_retry_to_its_tim
         yield
 
     def register(at: AgentRunLedger) -> Any:
-        return way.agent(at, agent, name="agent", retry=RetryPolicy(base=500, cap=500))
+        return way.agent(at, agent, name="agent", retry=RetryPolicy(base=500, cap=500, jitter="decorrelated"))
 
     submit(ledger, register(ledger), run_id=RUN)
     ledger._store.release = _lost  # type: ignore[method-assign] # the process dies with the entry written
@@ -94,10 +95,9 @@ def test_a_worker_that_died_before_it_could_say_when_leaves_the_retry_to_its_tim
     bench.owners_die()
     other = bench.open()
     register(other)
-    assert pump(other, bench.clock, until=0.0) in (
-        [f"{RUN} waits"],
-        [f"{RUN} ended"],
-    )  # the wait is drawn, from nothing to 500 s
+    retry_at = json.loads(bench.rows(RUN)[-1].body)["retry_at"]  # it is drawn, from nothing to 500 s
+    pump(other, bench.clock, until=0.0)
+    assert (ends.calls == 1) is (retry_at > bench.clock.now())
     pump(other, bench.clock)
     assert (stands(other), ends.calls) == (("COMPLETED", "done", None), 2)
 
@@ -279,6 +279,86 @@ def test_of_branches_that_are_drained_each_finishes_its_step(bench: Bench, way: 
     assert calls == {"a1": 1, "a2": 1, "b1": 1, "b2": 1}
 
 
+def test_a_retry_of_a_step_is_left_to_another_worker_where_its_own_is_drained_meanwhile(bench: Bench, way: Way) -> None:
+    ledger, other = bench.open(), bench.open()
+
+    def fails() -> None:
+        ledger._leases.drain()
+        raise ValueError("once")
+
+    calls = Tool(fails, 2)
+
+    def register(at: AgentRunLedger) -> Any:
+        tool = way.tool(at, calls, name="tool", effect=Effect.READ, retry=RetryPolicy(base=10, cap=10))
+
+        def agent() -> Any:
+            return (yield tool())
+
+        return way.agent(at, agent, name="agent")
+
+    submit(ledger, register(ledger), run_id=RUN)
+    register(other)
+    assert work_once(ledger) == "waits"
+    assert calls.calls == 1
+    pump(other, bench.clock)
+    assert (stands(other)[:2], calls.calls) == (("COMPLETED", 2), 2)
+
+
+def test_a_run_that_is_claimed_while_its_worker_drains_begins_nothing(bench: Bench, way: Way) -> None:
+    ledger = bench.open()
+    tool = Tool(1)
+    work = way.tool(ledger, tool, name="work", effect=Effect.READ)
+
+    def agent() -> Any:
+        return (yield work())
+
+    submit(ledger, way.agent(ledger, agent, name="agent"), run_id=RUN)
+    ledger._leases.drain()
+    assert (work_once(ledger), tool.calls) == ("waits", 0)
+
+
+def test_a_run_in_doubt_is_gone_on_with_when_an_operator_says_that_nothing_happened(bench: Bench, way: Way) -> None:
+    ledger = bench.open()
+    tool = Tool(TimeoutError("no answer"), "paid")
+    pay = way.tool(ledger, tool, name="pay", effect=Effect.MUTATE)
+
+    def agent() -> Any:
+        return (yield pay())
+
+    submit(ledger, way.agent(ledger, agent, name="agent"), run_id=RUN)
+    pump(ledger, bench.clock)
+    ledger.resolve(RUN, 1, executed=False, by="ann")
+    assert pump(ledger, bench.clock, until=0.0) == [f"{RUN} ended"]
+    assert (stands(ledger)[:2], tool.calls) == (("COMPLETED", "paid"), 2)
+
+
+def test_a_receiver_that_could_not_say_is_asked_again_after_a_while(bench: Bench, way: Way) -> None:
+    ledger = bench.open()
+    tool = Tool(TimeoutError("no answer"))
+    answers = iter([Receipt.unknown("busy")] * 4 + [Receipt.found("paid")])
+    pay = way.tool(ledger, tool, name="pay", receipt=lambda key, arguments: next(answers))
+
+    def agent() -> Any:
+        return (yield pay())
+
+    submit(ledger, way.agent(ledger, agent, name="agent"), run_id=RUN)
+    assert pump(ledger, bench.clock, until=0.0) == [f"{RUN} parked"]
+    assert pump(ledger, bench.clock, until=61.0) == [f"{RUN} ended"]
+    assert (stands(ledger)[:2], tool.calls) == (("COMPLETED", "paid"), 1)
+
+
+def test_recover_leaves_the_runs_of_queues_to_their_workers(bench: Bench) -> None:
+    ledger = bench.open()
+
+    @ledger.agent()
+    def agent() -> int:
+        return 1
+
+    submit(ledger, agent, run_id=RUN, due_in=60.0)
+    assert ledger.recover() == []
+    assert ledger.get_run(RUN).status == "PENDING"
+
+
 # --- children ---------------------------------------------------------------------------------------------------------
 
 
@@ -414,6 +494,7 @@ def test_a_run_made_from_a_parent_gets_the_end_of_the_child_that_is_still_at_wor
     ledger.abort_run(RUN, "by mistake")
     again = ledger.redrive(RUN)
     ledger.wake(again)
+    assert work_once(ledger, "parent") == "waits"
     pump(ledger, bench.clock)
     assert stands(ledger, again)[:2] == ("COMPLETED", 7)
     assert look.calls == 1
@@ -436,6 +517,63 @@ def test_a_run_made_from_a_parent_gets_the_end_of_the_child_that_has_ended_meanw
     pump(ledger, bench.clock)
     assert stands(ledger, again)[:2] == ("COMPLETED", 7)
     assert look.calls == 1
+
+
+def test_many_children_that_end_at_once_wake_their_parent_once(bench: Bench, way: Way) -> None:
+    ledger = bench.open()
+
+    def body(child: Any, run: Run, given: int) -> Any:
+        return (yield run.map(child, range(given)))
+
+    submit(ledger, family(ledger, way, body, lambda number: number), 20, run_id=RUN)
+    assert work_once(ledger) == "waits"
+    assert work_once(ledger, "child") == "ended"
+    assert ledger._store.next_due(["default"], ["parent"]) is not None  # it is to be woken, and not yet
+    assert ledger._leases.claim_due([QueueTerms("default")], ["parent"], 1) == []
+    pump(ledger, bench.clock)
+    assert stands(ledger)[:2] == ("COMPLETED", list(range(20)))
+
+
+def test_a_child_that_ended_before_its_parent_could_write_that_it_waits_is_not_waited_for(
+    bench: Bench, way: Way
+) -> None:
+    """The parent's process dies with the child in the queue."""
+    for given in (2, -1):
+        ledger = bench.open()
+        enqueue = ledger._leases.enqueue
+
+        def dies(*args: Any, enqueue: Any = enqueue) -> None:
+            enqueue(*args)
+            raise KeyboardInterrupt
+
+        def body(child: Any, run: Run, given: int) -> Any:
+            return (yield child(given))
+
+        run_id = f"{RUN} {given}"
+        submit(ledger, family(ledger, way, body, lambda number: number * 2), given, run_id=run_id)
+        ledger._leases.enqueue = dies  # type: ignore[method-assign]
+        with pytest.raises(KeyboardInterrupt):
+            work_once(ledger, "parent")
+        ledger._leases.enqueue = enqueue  # type: ignore[method-assign]
+        assert work_once(ledger, "child") == "ended"
+        pump(ledger, bench.clock)
+        expected = ("COMPLETED", 4) if given > 0 else ("FAILED", None)
+        assert stands(ledger, run_id)[:2] == expected
+        if given < 0:
+            assert "below zero" in str(ledger.get_run(run_id).cause)
+
+
+def test_an_agent_that_begins_equal_children_with_equal_outcomes_is_a_loop(bench: Bench, way: Way) -> None:
+    ledger = bench.open(loop_threshold=3)
+
+    def body(child: Any, run: Run, given: int) -> Any:
+        while True:
+            yield child(given)
+
+    submit(ledger, family(ledger, way, body, lambda number: number), 1, run_id=RUN)
+    pump(ledger, bench.clock)
+    assert stands(ledger)[0] == "DEAD_LETTER"
+    assert len(ledger.runs()) == 1 + 3
 
 
 # --- crashes ----------------------------------------------------------------------------------------------------------

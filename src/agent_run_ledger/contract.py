@@ -178,7 +178,10 @@ class Queues(Protocol):
         """Take every run of a queue from an owner who is known to be dead or whose lease ran out, and say how many there were."""
 
     def wait_for_work(self, seconds: float) -> bool:
-        """Return after `seconds`, or at once (True) when somebody may have made a run due or called `wake`. Only ever a hint."""
+        """Return after `seconds`, or at once (True) when somebody may have made a run due or called `wake`. Only ever a hint.
+
+        What happened since the calling thread waited last counts, so that nothing falls between a claim that found nothing and the wait.
+        """
 
     def wake(self) -> None:
         """Let all of this store's `wait_for_work` return."""
@@ -239,7 +242,8 @@ class Store(Queues, Protocol):
         """Take a run that nobody holds, whose owner is known to be dead, or whose lease ran out; on stable storage.
 
         The token goes up whenever the owner changes or a new claim is made; an owner that claims its own live run gets the lease it
-        has, renewed. Raises `RunNotFound`, `RunOwned` while somebody else holds it, or `RunMoved`.
+        has, renewed. A run of a queue is due from then on, for it could be lost. Raises `RunNotFound`, `RunOwned` while somebody else
+        holds it, or `RunMoved`.
         """
 
     def renew(self, run_id: str, token: int, lease_seconds: float) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sqlite3
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, Self
@@ -16,9 +16,12 @@ from agent_run_ledger import AgentRunLedger, RunLedger, Step
 from agent_run_ledger.contract import Row, Store
 from agent_run_ledger.stores import open_store
 from agent_run_ledger.stores.memory import MemoryStore
+from agent_run_ledger.stores.postgres import PostgresStore
 from agent_run_ledger.testing import FakeClock
+from support.clocks import DatabaseClock, ledger_with_a_clock
+from support.databases import databases
 
-KINDS = ("memory", "sqlite")
+KINDS = ("memory", "sqlite", "postgres")
 LEASE_SECONDS = 30.0
 
 HOSTILE = {
@@ -41,8 +44,15 @@ class Bench:
     def __init__(self, kind: str, folder: Path) -> None:
         self.kind = kind
         self.path = folder / "ledger.db"
+        self._resources = ExitStack()
         self.clock = FakeClock()
-        self._shared = MemoryStore(clock=self.clock) if kind == "memory" else None
+        self._shared: MemoryStore | None = None
+        self._dsn: str | None = None
+        if kind == "memory":
+            self._shared = MemoryStore(clock=self.clock)
+        elif kind == "postgres":
+            self._dsn = self._resources.enter_context(databases().fresh(ledger_with_a_clock))
+            self.clock = self._resources.enter_context(DatabaseClock(self._dsn))
         self._opened: list[AgentRunLedger | RunLedger] = []
 
     def __enter__(self) -> Self:
@@ -51,25 +61,32 @@ class Bench:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for ledger in self._opened:
-            ledger.close()
+        with self._resources:
+            for ledger in self._opened:
+                ledger.close()
 
     def store(self) -> Store:
         """A store on this storage, to look with."""
-        return self._shared or open_store(self.path, durability="process", clock=self.clock)
+        if self._shared is not None:
+            return self._shared
+        if self._dsn is not None:
+            return PostgresStore(self._dsn, _now=DatabaseClock.SQL)
+        return open_store(self.path, durability="process", clock=self.clock)
+
+    def place(self) -> Any:
+        """What a ledger is opened with: a path, or a store where the place alone does not say whose clock counts."""
+        return self.path if self.kind == "sqlite" else self.store()
 
     def open(self, **options: Any) -> AgentRunLedger:
         """Face B, for a new owner."""
-        place: Any = self._shared or self.path
-        ledger = AgentRunLedger(place, **({"durability": "process", "clock": self.clock} | options))
+        ledger = AgentRunLedger(self.place(), **({"durability": "process", "clock": self.clock} | options))
         self._opened.append(ledger)
         return ledger
 
     def pipeline(self, run_id: str, *steps: Step, **options: Any) -> RunLedger:
         """Face A, for a new owner."""
-        place: Any = self._shared or self.path
         defaults = {"steps": steps, "durability": "process", "clock": self.clock}
-        ledger = RunLedger(run_id, place, **(defaults | options))
+        ledger = RunLedger(run_id, self.place(), **(defaults | options))
         self._opened.append(ledger)
         return ledger
 

@@ -40,9 +40,9 @@ def pump(
         clock.advance(due + 0.001)
 
 
-def work_once(ledger: AgentRunLedger) -> str:
-    """Work on the one run that is due, and say how it stands then."""
-    (lease,) = ledger._leases.claim_due([QueueTerms(QUEUE)], list(ledger._agents), 1)
+def work_once(ledger: AgentRunLedger, *agents: str) -> str:
+    """Work on the one run that is due, of one of these agents, and say how it stands then."""
+    (lease,) = ledger._leases.claim_due([QueueTerms(QUEUE)], agents or list(ledger._agents), 1)
     return _work(ledger, lease)
 
 

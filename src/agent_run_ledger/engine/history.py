@@ -200,8 +200,6 @@ class StepHistory:
         if self.attempts and self.outcome is None and not self.is_known_absent:
             self.is_doubtful = True  # nobody knows how the last attempt ended
         self.is_known_absent = False
-        if self.child is not None:  # whether that run is there, and has ended, is looked up anew
-            self.waits = self.child = None
         self.attempts = body["attempt"]
         if "undispatched" not in body:
             self.attempts_of_code = self.attempts_of_code + 1 if body["environment"] == self.environment else 1

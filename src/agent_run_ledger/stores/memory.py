@@ -62,6 +62,8 @@ class MemoryStore:
         self._news = threading.Condition(self._mutex)
         self._told = 0
         """How often something came up that a worker could wait for."""
+        self._heard = threading.local()
+        """`told` is what that was when the thread waited last."""
 
     def first_token(self) -> int:
         return 1
@@ -116,6 +118,8 @@ class MemoryStore:
                 if run.owner is not None and run.until > elapsed:
                     raise RunOwned(run_id, run.owner, max(0.0, elapsed - (run.until - run.seconds)))
                 run.owner, run.token, run.note = owner, run.token + 1, None
+                if run.listing.queue is not None:
+                    run.due = elapsed if run.due is None else min(run.due, elapsed)
             run.until, run.seconds = elapsed + lease_seconds, lease_seconds
             return Lease(run_id, owner, run.token, run.secret)
 
@@ -269,12 +273,16 @@ class MemoryStore:
             ]
             for run in dead:
                 run.owner = None
+            if dead:
+                self._tell()
             return len(dead)
 
     def wait_for_work(self, seconds: float) -> bool:
         with self._mutex:
-            told = self._told
-            return self._news.wait_for(lambda: self._told != told or self._is_closed, seconds)
+            heard = getattr(self._heard, "told", None)
+            is_new = self._news.wait_for(lambda: self._told != heard or self._is_closed, seconds)
+            self._heard.told = self._told
+            return is_new
 
     def wake(self) -> None:
         with self._mutex:
@@ -306,8 +314,7 @@ class MemoryStore:
     def _be_due(self, run: _Run, due_in: float | None) -> None:
         if run.listing.queue is not None:
             run.due = None if due_in is None else self.clock.elapsed() + due_in
-            if due_in is not None:
-                self._tell()
+            self._tell()  # if it is not to be taken, it has made room for another
 
     def _tell(self) -> None:
         self._told += 1

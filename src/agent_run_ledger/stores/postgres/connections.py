@@ -9,6 +9,7 @@ import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
+from functools import cache
 from typing import Any, TypeVar
 
 import psycopg
@@ -37,6 +38,10 @@ _DEFAULTS: dict[str, str | int] = {
     "tcp_user_timeout": 25_000,
 }
 
+SYNCED = "set_config('synchronous_commit', %s, true) IS NOT NULL"
+"""A condition by which a statement says of its own transaction whether it is synced, so that nothing is left in a session. It must
+stand where a row is looked at; its argument is what `level` gives."""
+
 T = TypeVar("T")
 
 
@@ -45,7 +50,9 @@ class Link(psycopg.Connection[TupleRow]):
 
     reply_seconds: float | None = None
     """How long an answer is waited for, before it is taken for lost on its way; None: as long as it takes."""
-    is_behind_pooler = False
+
+    def __del__(self, *_: Any) -> None:
+        """It may end with whoever had it: then libpq closes it, and there is nothing to warn of."""
 
     def wait(self, gen: Any, interval: float = 0.1, timeout: float | None = None) -> Any:
         return super().wait(gen, interval, self.reply_seconds if timeout is None else timeout)
@@ -64,7 +71,8 @@ class Connections:
         self.outage_seconds = outage_seconds
         self.reply_seconds = min(10.0, max(0.5, outage_seconds / 4))
         self.is_closed = False
-        self._is_pooled = False
+        self.is_behind_pooler = False
+        """Whether what is connected to hands its sessions to others between transactions."""
         self._idle: list[Link] = []
         self._renew()
 
@@ -123,7 +131,7 @@ class Connections:
 
     def _let_go_of(self, link: Link, fault: psycopg.Error) -> None:
         if is_stale(fault):
-            self._is_pooled = self._is_pooled or fault.sqlstate != "0A000"
+            self.is_behind_pooler = self.is_behind_pooler or fault.sqlstate != "0A000"
         elif is_lost(fault) and not link.closed:
             with suppress(psycopg.Error):  # nobody waits for its end any more
                 link.cancel_safe(timeout=1.0)
@@ -158,9 +166,10 @@ class Connections:
         if is_sound and not link.closed and link.pgconn.transaction_status == psycopg.pq.TransactionStatus.IDLE:
             self.give(link)
             return
-        self._discard(link)
+        self.discard(link)
 
-    def _discard(self, link: Link) -> None:
+    def discard(self, link: Link) -> None:
+        """Close a connection for good."""
         link.close()
         with self._free:
             self._open.discard(link)
@@ -169,7 +178,7 @@ class Connections:
     def _drop_idle(self) -> None:
         while self._idle:
             with suppress(IndexError):
-                self._discard(self._idle.pop())
+                self.discard(self._idle.pop())
 
     def _connected(self, begun: float) -> Link:
         """One that is free, or a new one where there may be more. Waits out an outage that began at `begun`."""
@@ -221,12 +230,11 @@ class Connections:
         try:
             link.reply_seconds = self.reply_seconds
             link.adapters.register_dumper(int, Int8Dumper)  # one type whatever the number, so one plan
-            if not self._is_pooled:
+            if not self.is_behind_pooler:
                 # What a pooler tells its client to be cancelled by is not the process that does the work.
-                ((process,),) = link.execute("SELECT pg_backend_pid()").fetchall()
-                self._is_pooled = process != link.info.backend_pid
-            link.is_behind_pooler = self._is_pooled
-            link.prepare_threshold = None if self._is_pooled else 1
+                ((process,),) = link.execute(b"SELECT pg_backend_pid()").fetchall()
+                self.is_behind_pooler = process != link.info.backend_pid
+            link.prepare_threshold = None if self.is_behind_pooler else 1
         except BaseException:
             link.close()
             raise
@@ -236,13 +244,31 @@ class Connections:
 
     # --- the end, and forks -------------------------------------------------------------------------------------------
 
-    def close(self) -> None:
-        """Close what is idle now, and the rest as it comes back. Nobody waits any longer."""
+    def close(self, last: Callable[[Link], object] | None = None) -> None:
+        """Do what is `last`, if that can be done at once, and close what is idle now, and the rest as it comes back."""
+        if self.is_closed:
+            return
         self.is_closed = True
+        if last is not None:
+            with suppress(psycopg.Error, LedgerError):
+                self._do_at_once(last)
         self._end.set()
         self._drop_idle()
         with self._free:
             self._free.notify_all()
+
+    def _do_at_once(self, work: Callable[[Link], object]) -> None:
+        """Without waiting for anything; what is idle may have been open for longer than the server, so once more on a new one."""
+        for link in [*self._idle[-1:], None]:
+            link = self._idle.pop() if link is not None and self._idle else self.open()
+            try:
+                work(link)
+                return
+            except psycopg.Error as error:
+                if not is_passing(error):
+                    raise
+            finally:
+                self.discard(link)
 
     def abandon(self) -> None:
         """In a forked child: let go of the parent's connections without a word to the server, which would end the parent's sessions."""
@@ -268,6 +294,17 @@ def place_of(dsn: str) -> str:
     ports = ports * len(hosts) if len(ports) == 1 else ports
     where = ",".join(f"{host}:{port}" if port else host for host, port in zip(hosts, ports, strict=False))
     return f"postgresql://{user}{where}/{told.get('dbname', '')}"
+
+
+def level(synced: bool) -> str:
+    """What a transaction has to say to be synced, or not to be."""
+    return "on" if synced else "off"
+
+
+@cache
+def timed(statement: str, now: str) -> bytes:
+    """A statement in which the expression that says what time it is stands where `{now}` stood."""
+    return statement.replace("{now}", now).encode()
 
 
 def connection_terms(dsn: str, *, read_only: bool = False) -> dict[str, Any]:

@@ -6,10 +6,20 @@ from agent_run_ledger.testing.stores.entries import EntriesContract
 from agent_run_ledger.testing.stores.looking import LookingContract
 from agent_run_ledger.testing.stores.moving import MovingContract
 from agent_run_ledger.testing.stores.ownership import OwnershipContract
+from agent_run_ledger.testing.stores.queues import QueuesContract
 from agent_run_ledger.testing.stores.together import TogetherContract
+from agent_run_ledger.testing.stores.workers import WorkersContract
 
 
-class StoreContract(OwnershipContract, EntriesContract, TogetherContract, LookingContract, MovingContract):
+class StoreContract(
+    OwnershipContract,
+    EntriesContract,
+    TogetherContract,
+    LookingContract,
+    QueuesContract,
+    WorkersContract,
+    MovingContract,
+):
     """The conformance suite of `contract.Store`: a subclass per store, with pytest fixtures `store` and `clock`.
 
     `store` is a fresh, empty store that measures leases by `clock`, a `FakeClock`.

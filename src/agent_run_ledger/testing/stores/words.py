@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from agent_run_ledger.contract import Append, Head, Lease, Listing, Row, Store
+from agent_run_ledger.contract import Append, Head, Lease, Listing, QueueTerms, Row, Store
 from agent_run_ledger.errors import LedgerError
 
 
@@ -36,8 +36,35 @@ def create(
     return lease
 
 
-def head_of(store: Store) -> Head:
-    head = store.head("r")
+def enqueue(
+    store: Store,
+    run_id: str,
+    *,
+    queue: str = "q",
+    agent: str = "agent",
+    priority: int = 0,
+    key: str | None = None,
+    due_in: float = 0.0,
+) -> Listing:
+    """A run that waits in a queue; its listing."""
+    listing = Listing(1.5, agent, queue, priority, key)
+    assert store.enqueue(run_id, SECRET, [a_row(1, "created", b"{}")], listing, due_in)
+    return listing
+
+
+def claim_due(
+    store: Store, *queues: QueueTerms, owner: str = "a", agents: Sequence[str] = ("agent",), at_most: int = 100
+) -> list[Lease]:
+    """The runs of these queues, or else of "q", that are due, with a lease of 30 s for each."""
+    return store.claim_due(owner, 30.0, queues or [QueueTerms("q")], agents, at_most)
+
+
+def due_in_of(store: Store, run_id: str) -> float | None:
+    return head_of(store, run_id).due_in
+
+
+def head_of(store: Store, run_id: str = "r") -> Head:
+    head = store.head(run_id)
     assert head is not None
     return head
 

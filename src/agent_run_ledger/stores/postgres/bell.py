@@ -1,0 +1,150 @@
+"""The bell: whoever waits for work hears at once of what others made due, in this process or by the database."""
+
+from __future__ import annotations
+
+import selectors
+import socket
+import threading
+import time
+from contextlib import suppress
+
+import psycopg
+
+from agent_run_ledger.stores.postgres.connections import SYNCED, Connections, Link
+
+_CHANNEL = "agent_run_ledger"
+# In a transaction of its own, which waits for no disk: a NOTIFY takes a lock that all of them share until its commit is done.
+_RING = f"SELECT pg_notify('{_CHANNEL}', coalesce(current_schema(), '') || ' ' || %s) WHERE {SYNCED}".encode()
+_LISTEN = f"LISTEN {_CHANNEL}".encode()
+_SCHEMA = b"SELECT coalesce(current_schema(), '')"
+
+_RECONNECT_SECONDS = 1.0
+
+
+class Bell:
+    """Only ever a hint: what nobody heard is found by looking.
+
+    Of the threads that wait one listens to the database, on a connection of its own that stays open, so that what rings while nobody
+    waits is heard by the next. Behind a pooler, which hands no notifications on, only this process is heard.
+    """
+
+    def __init__(self, links: Connections, mark: str) -> None:
+        self._links = links
+        self._mark = mark
+        """What tells this store's own ringing, which was heard without the database."""
+        self._news = threading.Condition()
+        self._rung = 0
+        self._has_listener = False
+        self._is_closed = False
+        self._line: Link | None = None
+        self._schema = ""
+        self._not_before = 0.0
+        self._waker: tuple[socket.socket, socket.socket] | None = None
+
+    def wait(self, seconds: float) -> bool:
+        """Return after `seconds`, or True as soon as it rings."""
+        end = time.monotonic() + seconds
+        with self._news:
+            rung = self._rung
+            while self._rung == rung and not self._is_closed and (left := end - time.monotonic()) > 0:
+                if self._has_listener:
+                    self._news.wait(left)
+                    continue
+                self._has_listener = True
+                self._waker = self._waker or _pair()
+                self._news.release()
+                try:
+                    is_heard = self._listen(left, self._waker[0])
+                finally:
+                    self._news.acquire()
+                    self._has_listener = False
+                    self._news.notify_all()  # the next one listens, or all have heard
+                self._rung += is_heard
+            return self._rung != rung or self._is_closed
+
+    def ring(self) -> None:
+        """Wake all who wait in this process."""
+        with self._news:
+            self._rung += 1
+            self._news.notify_all()
+            self._wake_listener()
+
+    def ring_elsewhere(self, link: Link) -> None:
+        """Wake all who wait, wherever they are."""
+        self.ring()
+        with suppress(psycopg.Error):
+            link.execute(_RING, (self._mark, "off"))
+
+    def close(self) -> None:
+        """Let everybody go who waits, and hear nothing any more."""
+        with self._news:
+            self._is_closed = True
+            self._news.notify_all()
+            self._wake_listener()
+            self._news.wait_for(lambda: not self._has_listener, timeout=5.0)
+            if not self._has_listener:
+                self._hang_up()
+                for end in self._waker or ():
+                    end.close()
+                self._waker = None
+
+    def _wake_listener(self) -> None:
+        if self._has_listener and self._waker is not None:
+            with suppress(BlockingIOError):  # then it is full of reasons to wake up
+                self._waker[1].send(b"\0")
+
+    def _listen(self, seconds: float, waker: socket.socket) -> bool:
+        """Whether the database rang within `seconds`. Returns when the waker is used, too."""
+        line = self._line or self._call()
+        with selectors.DefaultSelector() as selector:
+            selector.register(waker, selectors.EVENT_READ)
+            if line is not None:
+                selector.register(line.fileno(), selectors.EVENT_READ)
+            elif self._can_call():
+                seconds = min(seconds, _RECONNECT_SECONDS)
+            selector.select(seconds)
+        with suppress(BlockingIOError):
+            while waker.recv(4096):
+                pass
+        if line is None:
+            return False
+        try:
+            told = [notify.payload for notify in line.notifies(timeout=0)]
+        except psycopg.Error:  # nobody knows what was missed
+            self._hang_up()
+            return True
+        return any(said.startswith(f"{self._schema} ") and not said.endswith(self._mark) for said in told)
+
+    def _call(self) -> Link | None:
+        if not self._can_call() or time.monotonic() < self._not_before:
+            return None
+        self._not_before = time.monotonic() + _RECONNECT_SECONDS
+        try:
+            line = self._links.open()
+        except psycopg.Error:
+            return None
+        self._line = line
+        try:
+            if self._links.is_behind_pooler:
+                self._hang_up()
+                return None
+            line.execute(_LISTEN)
+            ((self._schema,),) = line.execute(_SCHEMA).fetchall()
+        except psycopg.Error:
+            self._hang_up()
+        return self._line
+
+    def _can_call(self) -> bool:
+        return not self._links.is_behind_pooler and not self._is_closed
+
+    def _hang_up(self) -> None:
+        line, self._line = self._line, None
+        if line is not None:
+            self._links.discard(line)
+
+
+def _pair() -> tuple[socket.socket, socket.socket]:
+    pair = socket.socketpair()
+    for end in pair:
+        end.setblocking(False)
+    return pair
