@@ -7,6 +7,9 @@ ALTER TABLE runs ADD COLUMN priority INTEGER NOT NULL DEFAULT 0 CHECK (typeof(pr
 ALTER TABLE runs ADD COLUMN key TEXT;
 ALTER TABLE runs ADD COLUMN due REAL CHECK (due IS NULL OR typeof(due) = 'real' AND queue IS NOT NULL);
 
+-- Who has a run that was moved away: another ledger, for good. It goes with the lease, which nobody has here any more.
+ALTER TABLE runs ADD COLUMN moved_to TEXT CHECK (moved_to IS NULL OR owner IS NULL AND due IS NULL);
+
 UPDATE runs SET
     created_at = said_in((SELECT body FROM entries WHERE run_id = runs.run_id AND seq = 1), 'at'),
     agent = said_in((SELECT body FROM entries WHERE run_id = runs.run_id AND seq = 1), 'agent');
