@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from agent_run_ledger.errors import RunawayLoopException as RunawayLoopException
     from agent_run_ledger.errors import RunClosed as RunClosed
     from agent_run_ledger.errors import RunInputMismatch as RunInputMismatch
+    from agent_run_ledger.errors import RunNotEnded as RunNotEnded
     from agent_run_ledger.errors import RunNotFound as RunNotFound
     from agent_run_ledger.errors import RunOwned as RunOwned
     from agent_run_ledger.errors import SchemaTooNew as SchemaTooNew
@@ -50,6 +51,8 @@ if TYPE_CHECKING:
     from agent_run_ledger.errors import UnserialisableArguments as UnserialisableArguments
     from agent_run_ledger.errors import UnserialisableOutput as UnserialisableOutput
     from agent_run_ledger.errors import WaitTimeout as WaitTimeout
+    from agent_run_ledger.fleet.handle import Handle as Handle
+    from agent_run_ledger.fleet.worker import Worker as Worker
     from agent_run_ledger.guard import forge_or_sentinel_guard as forge_or_sentinel_guard
     from agent_run_ledger.ledger import AgentRunLedger as AgentRunLedger
     from agent_run_ledger.ledger import compute_fingerprint as compute_fingerprint
@@ -66,10 +69,12 @@ if TYPE_CHECKING:
     from agent_run_ledger.model import RunState as RunState
     from agent_run_ledger.model import StepRecord as StepRecord
     from agent_run_ledger.model import StepState as StepState
+    from agent_run_ledger.model import StuckRun as StuckRun
     from agent_run_ledger.model import TraceLine as TraceLine
     from agent_run_ledger.model import TreeHead as TreeHead
     from agent_run_ledger.model import Verdict as Verdict
     from agent_run_ledger.model import VerificationReport as VerificationReport
+    from agent_run_ledger.model import WorkerRecord as WorkerRecord
     from agent_run_ledger.pipeline import RunLedger as RunLedger
     from agent_run_ledger.pipeline import Step as Step
     from agent_run_ledger.rules.canonical import register_type as register_type
@@ -79,6 +84,11 @@ if TYPE_CHECKING:
     from agent_run_ledger.run import current_run as current_run
 else:
     _HOMES = {
+        "RunNotEnded": "errors",
+        "StuckRun": "model",
+        "WorkerRecord": "model",
+        "Worker": "fleet.worker",
+        "Handle": "fleet.handle",
         "WaitTimeout": "errors",
         "ApprovalMismatch": "errors",
         "ApprovalDenied": "errors",
@@ -177,6 +187,7 @@ __all__ = [
     "EffectConflict",
     "Event",
     "Finding",
+    "Handle",
     "IllegalTransition",
     "IntentDrift",
     "InvalidArguments",
@@ -200,6 +211,7 @@ __all__ = [
     "RunClosed",
     "RunInputMismatch",
     "RunLedger",
+    "RunNotEnded",
     "RunNotFound",
     "RunOwned",
     "RunRecord",
@@ -220,6 +232,7 @@ __all__ = [
     "StoreFull",
     "StoreReadOnly",
     "StoreUnavailable",
+    "StuckRun",
     "TraceLine",
     "TreeHead",
     "UndeclaredEffectWarning",
@@ -229,6 +242,8 @@ __all__ = [
     "Verdict",
     "VerificationReport",
     "WaitTimeout",
+    "Worker",
+    "WorkerRecord",
     "compute_fingerprint",
     "current_run",
     "current_step",

@@ -46,7 +46,7 @@ class _Ending:
 
     def listen(self, number: int, default: Callable[..., Any] | signal.Handlers) -> None:
         """Handle this signal, unless somebody else does. Call in the main thread."""
-        if number not in self._handlers and signal.getsignal(number) == default:
+        if signal.getsignal(number) == default:
             self._handlers[number] = signal.signal(number, self._come)
 
     def leave(self, number: int) -> None:

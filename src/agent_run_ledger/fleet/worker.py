@@ -114,17 +114,19 @@ class Worker:
         """Whether the store was away when it was asked last."""
         self._loop: Loop | None = None
         self._beats_at = self._sweeps_at = self._ticked_at = self._answered_at = self._clock.elapsed()
-        try:
-            self._say()
-        except StoreReadOnly:
-            raise
-        except StoreError:
-            pass  # it may be away for a while, as at any time
         self._health: Health | None = None
         if health is not None:
             from agent_run_ledger.fleet.health import Health
 
             self._health = Health(self, health)
+        try:
+            self._say()
+        except StoreReadOnly:
+            if self._health is not None:
+                self._health.close()
+            raise
+        except StoreError:
+            pass  # it may be away for a while, as at any time
         threading.Thread(target=Context().run, args=(self._live,), name=f"worker {self.name}", daemon=True).start()
         ledger._workers.add(self)
         ending.guard(self)
@@ -298,7 +300,7 @@ class Worker:
 
     def _end(self) -> None:
         """Wait for what is in flight, as long as that may take, and leave."""
-        began = self._clock.elapsed()
+        began = self._beats_at = self._clock.elapsed()  # others are told at once
         while self._slots:
             lasted = self._clock.elapsed() - began
             if self._drain_seconds is not None and lasted >= self._drain_seconds:
@@ -342,8 +344,9 @@ class Worker:
     def _until_house(self) -> float:
         """Seconds until there is something of that to be done."""
         times = [slot.again_at for slot in list(self._slots.values()) if slot.again_at is not None]
-        next_time = min(self._beats_at, *times, *(() if self._is_stopping else (self._sweeps_at,)))
-        return max(0.0, next_time - self._clock.elapsed())
+        if not self._is_stopping:
+            times.append(self._sweeps_at)
+        return max(0.0, min([self._beats_at, *times]) - self._clock.elapsed())
 
     def _say(self) -> None:
         """Tell others that it lives, and what it does."""
