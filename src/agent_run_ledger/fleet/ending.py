@@ -25,6 +25,7 @@ class _Ending:
 
     def __init__(self) -> None:
         self.workers: list[Worker] = []
+        """Those that have not ended."""
         self.number: int | None = None
         """The signal that came first."""
         self.status: int | None = None
@@ -59,7 +60,7 @@ class _Ending:
     def _come(self, number: int, frame: FrameType | None) -> None:
         if self.status is not None:
             raise SystemExit(self.status)
-        if not self.is_ahead or all(worker.state == "stopped" for worker in self.workers):
+        if not (self.is_ahead and self.workers):
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return
@@ -99,13 +100,11 @@ def guard(worker: Worker) -> None:
 
 
 def unguard(worker: Worker) -> None:
-    """The worker has ended by itself. In the main thread the signal is what it was, if this was the last one."""
-    ending = _now[-1] if _now else None
-    if ending is None or worker not in ending.workers:
-        return
-    if ending.number is None:
-        ending.workers.remove(worker)
-        if not ending.workers and _is_main():
+    """The worker has ended. In the main thread the signal is what it was, if this was the last one and none has come."""
+    for ending in _now:
+        with suppress(ValueError):  # it was forgotten before
+            ending.workers.remove(worker)
+        if not ending.workers and ending.number is None and _is_main():
             ending.leave(signal.SIGTERM)
 
 
@@ -130,6 +129,8 @@ def awaited(worker: Worker) -> Iterator[None]:
     finally:
         ending.is_awaited = False
         ending.leave(signal.SIGINT)
+        if worker.state == "stopped":
+            unguard(worker)
 
 
 def _begun() -> _Ending:

@@ -181,7 +181,7 @@ class Worker:
             return True
         if not self._is_called_by_itself():
             self.wait(self._longest(timeout))
-            ending.unguard(self)
+            ending.unguard(self)  # here, too: only the main thread may say what a signal does
         return self._is_drained
 
     def wait(self, timeout: float | None = None) -> bool:
@@ -234,6 +234,7 @@ class Worker:
             if self._health is not None:
                 self._health.close()
             self._home._workers.discard(self)
+            ending.unguard(self)
             self._over.set()
 
     def _try(self, act: Callable[[], None]) -> None:
