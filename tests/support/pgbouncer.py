@@ -35,6 +35,7 @@ class PgBouncer:
     """A pooler that lets clients have one of so many sessions of a database for the time of one transaction."""
 
     def __init__(self, server: Server, *, sessions: int = 5) -> None:
+        self.server = server
         self.home = Home("pgbouncer")
         self.address = Address("127.0.0.1", free_port())
         self._settings = self.home.path / "pgbouncer.ini"

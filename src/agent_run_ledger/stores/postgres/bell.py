@@ -34,6 +34,8 @@ class Bell:
         """What tells this store's own ringing, which was heard without the database."""
         self._news = threading.Condition()
         self._rung = 0
+        self._heard = threading.local()
+        """`rung` is how often it had rung when the thread waited last."""
         self._has_listener = False
         self._is_closed = False
         self._line: Link | None = None
@@ -42,11 +44,11 @@ class Bell:
         self._waker: tuple[socket.socket, socket.socket] | None = None
 
     def wait(self, seconds: float) -> bool:
-        """Return after `seconds`, or True as soon as it rings."""
+        """Return after `seconds`, or True as soon as it has rung since the calling thread waited last."""
         end = time.monotonic() + seconds
+        heard = getattr(self._heard, "rung", None)
         with self._news:
-            rung = self._rung
-            while self._rung == rung and not self._is_closed and (left := end - time.monotonic()) > 0:
+            while self._rung == heard and not self._is_closed and (left := end - time.monotonic()) > 0:
                 if self._has_listener:
                     self._news.wait(left)
                     continue
@@ -54,13 +56,14 @@ class Bell:
                 self._waker = self._waker or _pair()
                 self._news.release()
                 try:
-                    is_heard = self._listen(left, self._waker[0])
+                    is_rung = self._listen(left, self._waker[0])
                 finally:
                     self._news.acquire()
                     self._has_listener = False
                     self._news.notify_all()  # the next one listens, or all have heard
-                self._rung += is_heard
-            return self._rung != rung or self._is_closed
+                self._rung += is_rung
+            self._heard.rung = self._rung
+            return self._rung != heard or self._is_closed
 
     def ring(self) -> None:
         """Wake all who wait in this process."""
@@ -95,7 +98,9 @@ class Bell:
 
     def _listen(self, seconds: float, waker: socket.socket) -> bool:
         """Whether the database rang within `seconds`. Returns when the waker is used, too."""
-        line = self._line or self._call()
+        line = self._line
+        if line is None and self._call():
+            return True  # nobody knows what was missed before
         with selectors.DefaultSelector() as selector:
             selector.register(waker, selectors.EVENT_READ)
             if line is not None:
@@ -115,24 +120,21 @@ class Bell:
             return True
         return any(said.startswith(f"{self._schema} ") and not said.endswith(self._mark) for said in told)
 
-    def _call(self) -> Link | None:
+    def _call(self) -> bool:
+        """Whether there is a line now."""
         if not self._can_call() or time.monotonic() < self._not_before:
-            return None
+            return False
         self._not_before = time.monotonic() + _RECONNECT_SECONDS
         try:
-            line = self._links.open()
+            self._line = self._links.open()
+            if self._can_call():
+                self._line.execute(_LISTEN)
+                ((self._schema,),) = self._line.execute(_SCHEMA).fetchall()
+                return True
         except psycopg.Error:
-            return None
-        self._line = line
-        try:
-            if self._links.is_behind_pooler:
-                self._hang_up()
-                return None
-            line.execute(_LISTEN)
-            ((self._schema,),) = line.execute(_SCHEMA).fetchall()
-        except psycopg.Error:
-            self._hang_up()
-        return self._line
+            pass  # then it is tried again in a while
+        self._hang_up()
+        return False
 
     def _can_call(self) -> bool:
         return not self._links.is_behind_pooler and not self._is_closed

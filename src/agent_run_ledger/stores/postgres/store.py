@@ -29,6 +29,7 @@ _CLAIM = f"""
 UPDATE runs SET
     owner = %s, lease_until = {{now}} + %s::float8, lease_seconds = %s, lease_call = %s,
     note = CASE WHEN owner = %s AND starts_with(lease_call, %s) THEN note END,
+    due = CASE WHEN owner = %s AND starts_with(lease_call, %s) THEN due WHEN queue IS NOT NULL THEN least(due, {{now}}) END,
     fencing_token = CASE WHEN owner = %s AND starts_with(lease_call, %s) THEN fencing_token
         ELSE greatest(fencing_token, (SELECT value FROM meta WHERE meta.key = 'epoch') * 1048576) + 1 END
 WHERE run_id = %s AND (owner IS NULL OR lease_until <= {{now}} OR (owner = %s AND starts_with(lease_call, %s))) AND {SYNCED}
@@ -47,7 +48,7 @@ UPDATE runs SET owner = NULL, due = CASE
     WHEN inbox > %s THEN {{now}}
     ELSE {{now}} + %s::float8 END
 WHERE run_id = %s AND fencing_token = %s AND owner IS NOT NULL AND {SYNCED}
-RETURNING due IS NOT NULL
+RETURNING queue IS NOT NULL
 """
 
 _GIVE_BACK = f"""
@@ -143,7 +144,7 @@ class PostgresStore:
         def take_in(link: Link) -> bool:
             if making.take_in(pages, requests, link) is None:
                 return False
-            if listing.queue is not None and due_in is not None:
+            if listing.queue is not None:
                 self._bell.ring_elsewhere(link)
             return True
 
@@ -160,7 +161,7 @@ class PostgresStore:
         self._refuse_reading()
         owner = self._own_name(owner)
         mine = (owner, self._mark)
-        values = (owner, lease_seconds, lease_seconds, self._mark, *mine, *mine, run_id, *mine, "on")
+        values = (owner, lease_seconds, lease_seconds, self._mark, *mine, *mine, *mine, run_id, *mine, "on")
 
         def take(link: Link) -> tuple[int, bytes]:
             while True:
@@ -332,7 +333,8 @@ class PostgresStore:
         def make(find: Callable[[Link], int | None], link: Link) -> bool:
             if making.make(rows, link) is None and find(link) is None:
                 return False
-            self._bell.ring_elsewhere(link)
+            if listing.queue is not None:
+                self._bell.ring_elsewhere(link)
             return True
 
         return self._links.run(partial(make, lambda link: None), partial(make, making.find))
@@ -351,7 +353,14 @@ class PostgresStore:
 
     def free_dead(self) -> int:
         self._refuse_reading()
-        return self._links.run(partial(waiting.free_dead, self._now))
+
+        def work(link: Link) -> int:
+            freed = waiting.free_dead(self._now, link)
+            if freed:
+                self._bell.ring_elsewhere(link)
+            return freed
+
+        return self._links.run(work)
 
     def wait_for_work(self, seconds: float) -> bool:
         return self._bell.wait(seconds)
