@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import copy
 import os
 import socket
@@ -57,7 +56,7 @@ from agent_run_ledger.rules.loops import LoopDetectorPolicy
 from agent_run_ledger.rules.names import check_name
 from agent_run_ledger.run import OpenRun, branch_of, finish, function_call, perform
 from agent_run_ledger.settle import settle
-from agent_run_ledger.stores import open_store
+from agent_run_ledger.stores import lifetime, open_store
 from agent_run_ledger.stores.clock import SystemClock
 from agent_run_ledger.stores.room import Room
 
@@ -777,7 +776,9 @@ def _min_free(given: int | None) -> int:
     return value or 0
 
 
-@atexit.register
 def _close_all() -> None:
     for ledger in list(_open):
         ledger.close()
+
+
+lifetime.close_before(_close_all)
