@@ -28,7 +28,7 @@ FOR NO KEY UPDATE
 # The same for many runs, and for several rows of one; locked in the order of their ids. It answers which of them were written.
 _APPEND_ALL = f"""
 WITH asked AS MATERIALIZED (
-    SELECT * FROM unnest(%s::text[], %s::bigint[], %s::bigint[], %s::bigint[]) AS a (run_id, token, inbox, last)
+    SELECT * FROM unnest(%b::text[], %b::bigint[], %b::bigint[], %b::bigint[]) AS a (run_id, token, inbox, last)
 ), held AS MATERIALIZED (
     SELECT r.run_id, r.note FROM asked a JOIN runs r ON r.run_id = a.run_id
     WHERE r.fencing_token = a.token AND r.inbox = a.inbox AND r.owner IS NOT NULL
@@ -39,14 +39,14 @@ WITH asked AS MATERIALIZED (
     UPDATE runs SET note = NULL WHERE run_id IN (SELECT run_id FROM held WHERE note IS NOT NULL)
 ), kept AS (
     INSERT INTO payloads (run_id, digest, bytes)
-    SELECT p.run_id, p.digest, p.bytes FROM unnest(%s::text[], %s::bytea[], %s::bytea[]) AS p (run_id, digest, bytes)
+    SELECT p.run_id, p.digest, p.bytes FROM unnest(%b::text[], %b::bytea[], %b::bytea[]) AS p (run_id, digest, bytes)
     JOIN held ON held.run_id = p.run_id
     ON CONFLICT (run_id, digest) DO UPDATE SET bytes = excluded.bytes WHERE payloads.bytes IS NULL
 ), written AS (
     INSERT INTO entries (run_id, seq, kind, position, attempt, body, roots, payload, digest, fingerprint, encoding)
     SELECT n.* FROM unnest(
-        %s::text[], %s::bigint[], %s::text[], %s::text[], %s::bigint[], %s::bytea[], %s::bytea[], %s::bytea[], %s::bytea[],
-        %s::bytea[], %s::text[]
+        %b::text[], %b::bigint[], %b::text[], %b::text[], %b::bigint[], %b::bytea[], %b::bytea[], %b::bytea[], %b::bytea[],
+        %b::bytea[], %b::text[]
     ) AS n (run_id, seq, kind, position, attempt, body, roots, payload, digest, fingerprint, encoding)
     JOIN held ON held.run_id = n.run_id
 )

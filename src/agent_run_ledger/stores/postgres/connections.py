@@ -7,18 +7,25 @@ import random
 import threading
 import time
 import weakref
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Any, TypeVar
 
 import psycopg
 from psycopg import conninfo
 from psycopg.rows import TupleRow, tuple_row
-from psycopg.types.numeric import Int8Dumper
+from psycopg.types.numeric import Int8BinaryDumper, Int8Dumper
 
 from agent_run_ledger.errors import LedgerError, StoreError, StoreUnavailable
-from agent_run_ledger.stores.postgres.faults import is_lost, is_passing, is_refused_connection, is_stale, named
+from agent_run_ledger.stores.postgres.faults import (
+    is_lost,
+    is_passing,
+    is_read_only,
+    is_refused_connection,
+    is_stale,
+    named,
+)
 
 MOST_CONNECTIONS = 8
 """How many one store opens: more threads wait for one another, not for more connections."""
@@ -108,8 +115,9 @@ class Connections:
         begun = time.monotonic()
         pause = 0.0
         while True:
+            is_final = not is_passing(fault) or (is_read_only(fault) and not _is_standby(link))
             self._let_go_of(link, fault)
-            if not is_passing(fault):
+            if is_final:
                 raise named(fault, self.place) from fault
             if is_lost(fault):
                 work = again
@@ -136,7 +144,7 @@ class Connections:
             with suppress(psycopg.Error):  # nobody waits for its end any more
                 link.cancel_safe(timeout=1.0)
         # What a primary that became a standby was asked, another server has to be asked: so its connection goes, too.
-        keep = not (is_lost(fault) or is_stale(fault) or fault.sqlstate == "25006")
+        keep = not (is_lost(fault) or is_stale(fault) or is_read_only(fault))
         self._end_of(link, is_sound=keep)
         if not keep:
             self._drop_idle()  # they lead to the same place
@@ -229,12 +237,17 @@ class Connections:
         link = Link.connect(**self.terms, autocommit=True, prepare_threshold=None, row_factory=tuple_row)
         try:
             link.reply_seconds = self.reply_seconds
-            link.adapters.register_dumper(int, Int8Dumper)  # one type whatever the number, so one plan
+            for dumper in (Int8Dumper, Int8BinaryDumper):  # one type whatever the number, so one plan
+                link.adapters.register_dumper(int, dumper)
             if not self.is_behind_pooler:
                 # What a pooler tells its client to be cancelled by is not the process that does the work.
                 ((process,),) = link.execute(b"SELECT pg_backend_pid()").fetchall()
                 self.is_behind_pooler = process != link.info.backend_pid
-            link.prepare_threshold = None if self.is_behind_pooler else 1
+            if not self.is_behind_pooler:
+                # Each statement is planned once, for any values: to plan the longer ones takes longer than to do them, and to compile
+                # them takes a thousand times as long.
+                link.execute(b"SET plan_cache_mode = force_generic_plan; SET jit = off")
+                link.prepare_threshold = 1
         except BaseException:
             link.close()
             raise
@@ -278,6 +291,24 @@ class Connections:
                 os.close(link.fileno())
         self._idle = []
         self._renew()
+
+
+def _is_standby(link: Link) -> bool:
+    """Whether the server follows another one, whose place it may take at any moment."""
+    try:
+        return link.execute(b"SELECT pg_is_in_recovery()").fetchone() == (True,)
+    except psycopg.Error:
+        return True
+
+
+@contextmanager
+def unhurried(link: Link) -> Iterator[None]:
+    """What is asked in here may take as long as it takes."""
+    seconds, link.reply_seconds = link.reply_seconds, None
+    try:
+        yield
+    finally:
+        link.reply_seconds = seconds
 
 
 def place_of(dsn: str) -> str:

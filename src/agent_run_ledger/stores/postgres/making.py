@@ -21,12 +21,12 @@ RETURNING run_id, fencing_token
 _SALTED = "INSERT INTO secrets (run_id, secret) SELECT run_id, %b FROM made"
 _ROWS = """
     INSERT INTO payloads (run_id, digest, bytes)
-    SELECT run_id, p.digest, p.bytes FROM made, unnest(%s::bytea[], %s::bytea[]) AS p (digest, bytes)
+    SELECT run_id, p.digest, p.bytes FROM made, unnest(%b::bytea[], %b::bytea[]) AS p (digest, bytes)
     ON CONFLICT (run_id, digest) DO NOTHING
 ), written AS (
     INSERT INTO entries (run_id, seq, kind, position, attempt, body, roots, payload, digest, fingerprint, encoding)
     SELECT run_id, n.* FROM made, unnest(
-        %s::bigint[], %s::text[], %s::text[], %s::bigint[], %s::bytea[], %s::bytea[], %s::bytea[], %s::bytea[], %s::bytea[], %s::text[]
+        %b::bigint[], %b::text[], %b::text[], %b::bigint[], %b::bytea[], %b::bytea[], %b::bytea[], %b::bytea[], %b::bytea[], %b::text[]
     ) AS n (seq, kind, position, attempt, body, roots, payload, digest, fingerprint, encoding)
 """
 _MAKE = f"WITH made AS ({_HEAD}), salted AS ({_SALTED}), kept AS ({_ROWS}) SELECT fencing_token FROM made"
@@ -35,7 +35,7 @@ _MORE = f"WITH made AS (SELECT %s::text AS run_id), kept AS ({_ROWS}) SELECT 1".
 
 _ASKED = b"""
 INSERT INTO inbox (run_id, id, kind, payload, who, at)
-SELECT %s, q.* FROM unnest(%s::bigint[], %s::text[], %s::bytea[], %s::text[], %s::float8[]) AS q (id, kind, payload, who, at)
+SELECT %s, q.* FROM unnest(%b::bigint[], %b::text[], %b::bytea[], %b::text[], %b::float8[]) AS q (id, kind, payload, who, at)
 """
 _MADE = b"SELECT fencing_token FROM runs r JOIN secrets s ON s.run_id = r.run_id WHERE r.run_id = %s AND s.secret = %b"
 

@@ -18,7 +18,7 @@ _LEVELS = """
 moment AS MATERIALIZED (
     SELECT {now} AS now
 ), lines AS MATERIALIZED (
-    SELECT q.queue, a.agent FROM unnest(%s::text[]) AS q (queue), unnest(%s::text[]) AS a (agent)
+    SELECT q.queue, a.agent FROM unnest(%b::text[]) AS q (queue), unnest(%b::text[]) AS a (agent)
 ), levels (priority) AS (
     SELECT (SELECT max(top.priority) FROM lines CROSS JOIN LATERAL (
         SELECT r.priority FROM runs r
@@ -63,7 +63,7 @@ _CLAIM_DUE = f"WITH RECURSIVE {_LEVELS}, first AS ({_FIRST.replace('[]', '')})" 
 )
 
 # Where a queue is limited: what is under way is counted when all who claimed before are done, and nobody claims while it is counted.
-_ADD_QUEUES = b"INSERT INTO queues (name) SELECT unnest(%s::text[]) ON CONFLICT (name) DO NOTHING"
+_ADD_QUEUES = b"INSERT INTO queues (name) SELECT unnest(%b::text[]) ON CONFLICT (name) DO NOTHING"
 _LOCK_QUEUES = b"SELECT name FROM queues WHERE name = ANY(%s) ORDER BY name FOR UPDATE"
 _UNDER_WAY = b"""
 SELECT queue, key, count(*) FROM runs
@@ -71,8 +71,8 @@ WHERE queue = ANY(%s) AND owner IS NOT NULL AND due IS NOT NULL GROUP BY queue, 
 """
 _FIRST_FIT = f"WITH RECURSIVE {_LEVELS}" + _FIRST.replace(
     "[]",
-    """AND r.run_id <> ALL(%s) AND NOT EXISTS (
-                SELECT 1 FROM unnest(%s::text[], %s::text[]) AS f (queue, key) WHERE f.queue = r.queue AND f.key = r.key)""",
+    """AND (r.key IS NULL OR (r.queue, r.key) NOT IN (SELECT * FROM unnest(%b::text[], %b::text[])))
+            AND r.run_id NOT IN (SELECT unnest(%b::text[]))""",
 )
 _TAKE_THESE = _TAKE.replace("[]", "%s")
 
@@ -161,7 +161,7 @@ class Claims:
             slots = _Slots(queues, link.execute(_UNDER_WAY, (limited,)).fetchall())
             taken: list[str] = []
             while (left := at_most - len(taken)) > 0 and (names := slots.open_queues()):
-                values = (names, list(agents), taken, *slots.full_keys(), left, left, left)
+                values = (names, list(agents), *slots.full_keys(), taken, left, left, left)
                 found = link.execute(timed(_FIRST_FIT, self._now), values).fetchall()
                 taken += [run_id for run_id, queue, key, *_ in found if slots.take(queue, key)]
                 if len(found) < left:

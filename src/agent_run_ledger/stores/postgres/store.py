@@ -52,7 +52,7 @@ RETURNING queue IS NOT NULL
 """
 
 _GIVE_BACK = f"""
-UPDATE runs SET owner = NULL FROM unnest(%s::text[], %s::bigint[]) AS h (id, token)
+UPDATE runs SET owner = NULL FROM unnest(%b::text[], %b::bigint[]) AS h (id, token)
 WHERE run_id = h.id AND fencing_token = h.token AND owner IS NOT NULL AND {SYNCED}
 """.encode()
 
@@ -228,6 +228,11 @@ class PostgresStore:
         return answer
 
     def append_all(self, appends: Sequence[Append], *, synced: bool) -> list[bool | LedgerError]:
+        if len(appends) == 1:  # alone it is cheaper
+            try:
+                return [self.append(*appends[0], synced=synced)]
+            except LedgerError as error:
+                return [error]
         answers: list[bool | LedgerError] = [
             LeaseLost(append.run_id, append.token) if self._is_inherited(append.run_id, append.token) else False
             for append in appends
