@@ -24,7 +24,7 @@ from agent_run_ledger import (
 )
 from agent_run_ledger.contract import Store
 from agent_run_ledger.stores.memory import MemoryStore
-from support.fleets import LONG, Gate, on_real_time, until, worker
+from support.fleets import LONG, Gate, until, worker
 from support.ledgers import Bench, Tool
 from support.programs import RUN, Way
 
@@ -32,7 +32,7 @@ from support.programs import RUN, Way
 @pytest.fixture
 def real(bench: Bench) -> Bench:
     """Storage with the machine's clock."""
-    return on_real_time(bench)
+    return bench.on_real_time()
 
 
 def gated(ledger: AgentRunLedger, gate: Gate, **options: Any) -> Any:

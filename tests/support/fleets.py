@@ -10,22 +10,11 @@ from typing import Any
 
 from agent_run_ledger import AgentRunLedger
 from agent_run_ledger.fleet.worker import Worker
-from agent_run_ledger.stores.clock import SystemClock
-from agent_run_ledger.stores.memory import MemoryStore
-from support.ledgers import Bench
 
 LONG = 60.0
 """Seconds that no wait lasts unless something is broken."""
 QUICK = 0.02
 """How often a worker of a test looks by itself."""
-
-
-def on_real_time(bench: Bench) -> Bench:
-    """The same storage with the machine's clock: for workers, which wait in threads of their own."""
-    bench.clock = SystemClock()  # type: ignore[assignment] # a clock that nobody moves
-    if bench._shared is not None:
-        bench._shared = MemoryStore(clock=bench.clock)
-    return bench
 
 
 def until(holds: Callable[[], Any]) -> Any:

@@ -156,6 +156,11 @@ class Worker:
             return list(self._slots)
 
     @property
+    def agents(self) -> list[str]:
+        """The names of the agents that it knows by now."""
+        return sorted(self._ledger._agents)
+
+    @property
     def health_address(self) -> tuple[str, int] | None:
         """Where it says how it is, if it was given an address: host, and the port that was found where 0 was given."""
         return self._health.address if self._health is not None else None
@@ -359,7 +364,7 @@ class Worker:
             "state": self.state,
             "queues": self.queues,
             "limits": {each.name: each[1:] for each in self._terms if each.is_limited},
-            "agents": sorted(self._ledger._agents),
+            "agents": self.agents,
             "concurrency": self.concurrency,
             "running": running[:MOST_RUNNING],
             "running_count": len(running),

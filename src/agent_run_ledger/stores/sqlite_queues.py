@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from agent_run_ledger.contract import Clock
 
 _FORGOTTEN_SECONDS = 86_400.0
-_LOOK_SECONDS = 0.02
-"""How often who waits looks whether another process has news: a look costs some 20 µs."""
+_LOOK_SECONDS = 0.025
+"""How often who waits looks whether another process has news. Each look and the sleep before it cost some 0.15 ms of a core."""
 
 # The lanes of one queue: agents and priorities of which a run waits. Each is found by one step in the index `runs_that_wait`, however
 # many runs there are.
@@ -42,10 +42,12 @@ WITH RECURSIVE lanes (queue, agent, priority) AS (
         SELECT max(priority) FROM runs
         WHERE owner IS NULL AND due IS NOT NULL AND queue = lanes.queue AND agent = lanes.agent AND priority < lanes.priority
     ) FROM lanes WHERE priority IS NOT NULL
+    ORDER BY 3 DESC
 )
 """
 
-# Of each lane the first ones, so that the longest backlog costs no more than a short one.
+# Of each lane the first ones, so that the longest backlog costs no more than a short one. Lanes come with the largest priority first, and
+# are not looked for once there are enough runs: those that rank highest are among the first so many, in whatever order.
 _DUE = f"""
 {_LANES}
 SELECT r.priority, r.due, r.run_id, r.fencing_token, r.queue, r.key, r.agent
@@ -56,7 +58,7 @@ FROM lanes CROSS JOIN runs r ON r.rowid IN (
     ORDER BY due LIMIT ?5
 )
 WHERE lanes.priority IS NOT NULL
-ORDER BY r.priority DESC, r.due LIMIT ?5
+LIMIT ?5 * (1 + json_array_length(?2))
 """
 
 _NEXT_DUE = f"""
@@ -69,7 +71,7 @@ SELECT min((
 
 _BUSY_KEYS = "SELECT key, count(*) FROM runs WHERE owner IS NOT NULL AND due IS NOT NULL AND queue = ? GROUP BY key"
 _BUSY = """
-SELECT run_id, owner, fencing_token, lease_until, lease_seconds, lease_boot FROM runs
+SELECT run_id, owner, fencing_token, lease_until, lease_seconds, lease_boot FROM runs INDEXED BY runs_that_are_busy
 WHERE owner IS NOT NULL AND due IS NOT NULL
 """
 
@@ -80,8 +82,7 @@ UPDATE runs SET owner = ?, lease_until = ?, lease_seconds = ?, lease_boot = ?, n
 WHERE run_id = ? RETURNING fencing_token, (SELECT secret FROM secrets s WHERE s.run_id = runs.run_id)
 """
 
-_NEWS = "SELECT value FROM meta WHERE key = 'news'"
-_TELL = "UPDATE meta SET value = value + 1 WHERE key = 'news'"
+_NEWS = "SELECT sum(news) FROM boots"
 
 _BEAT = """
 INSERT INTO workers (worker, said, beat) VALUES (?, ?, ?)
@@ -115,10 +116,6 @@ class News:
         self._woken = 0
         self._waiting: deque[SimpleQueue[None]] = deque()
         self._seen = threading.local()
-
-    def put(self, db: sqlite3.Connection) -> None:
-        """Let other processes know, with the commit of this transaction."""
-        db.execute(_TELL)
 
     def tell(self) -> None:
         """Let the threads that wait in this process look at once."""
@@ -178,7 +175,7 @@ class SqliteQueues:
             (epoch,) = db.execute("SELECT value FROM meta WHERE key = 'epoch'").fetchone()
             is_made = self._log.make(db, run_id, epoch * 2**20, secret, listing, [rows], due=due)
             if is_made:
-                self._news.put(db)
+                self._timeline.mark(db, is_news=True)
             return is_made
 
         self._files.refuse_reentry()
@@ -245,6 +242,7 @@ class SqliteQueues:
             now = self._timeline.now()
             db.execute("DELETE FROM workers WHERE beat <= ?", (now - _FORGOTTEN_SECONDS,))
             db.execute(_BEAT, (worker, said, now))
+            self._timeline.mark(db, is_news=False)
 
         self._files.write(NORMAL, work)
 
@@ -315,7 +313,7 @@ class SqliteQueues:
             self._holding.lose(run_id, token)
             freed += 1
         self._holding.free_dead(db)
-        self._news.put(db)
+        self._timeline.mark(db, is_news=True)
         return freed
 
     def _look_up_made(self, error: sqlite3.Error | OSError, run_id: str, secret: bytes) -> bool:
