@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from agent_run_ledger.errors import ApprovalMismatch as ApprovalMismatch
     from agent_run_ledger.errors import AttemptsExhausted as AttemptsExhausted
     from agent_run_ledger.errors import BudgetExceededException as BudgetExceededException
+    from agent_run_ledger.errors import CopyRefused as CopyRefused
     from agent_run_ledger.errors import EffectConflict as EffectConflict
     from agent_run_ledger.errors import IllegalTransition as IllegalTransition
     from agent_run_ledger.errors import IntentDrift as IntentDrift
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from agent_run_ledger.errors import RunawayLoopException as RunawayLoopException
     from agent_run_ledger.errors import RunClosed as RunClosed
     from agent_run_ledger.errors import RunInputMismatch as RunInputMismatch
+    from agent_run_ledger.errors import RunMoved as RunMoved
     from agent_run_ledger.errors import RunNotEnded as RunNotEnded
     from agent_run_ledger.errors import RunNotFound as RunNotFound
     from agent_run_ledger.errors import RunOwned as RunOwned
@@ -59,6 +61,7 @@ if TYPE_CHECKING:
     from agent_run_ledger.model import Approval as Approval
     from agent_run_ledger.model import ApprovalRequest as ApprovalRequest
     from agent_run_ledger.model import Budget as Budget
+    from agent_run_ledger.model import CopiedRun as CopiedRun
     from agent_run_ledger.model import Effect as Effect
     from agent_run_ledger.model import Event as Event
     from agent_run_ledger.model import Finding as Finding
@@ -94,6 +97,7 @@ else:
         "ApprovalDenied": "errors",
         "Receipt": "model",
         "TraceLine": "model",
+        "CopiedRun": "model",
         "PlannedAction": "model",
         "ApprovalRequest": "model",
         "Approval": "model",
@@ -101,6 +105,7 @@ else:
         "current_step": "drivers.context",
         "AttemptsExhausted": "errors",
         "BudgetExceededException": "errors",
+        "CopyRefused": "errors",
         "EffectConflict": "errors",
         "IllegalTransition": "errors",
         "IntentDrift": "errors",
@@ -119,6 +124,7 @@ else:
         "ReplayStalledWarning": "errors",
         "RunClosed": "errors",
         "RunInputMismatch": "errors",
+        "RunMoved": "errors",
         "RunNotFound": "errors",
         "RunOwned": "errors",
         "RunawayLoopDetectedException": "errors",
@@ -183,6 +189,8 @@ __all__ = [
     "AttemptsExhausted",
     "Budget",
     "BudgetExceededException",
+    "CopiedRun",
+    "CopyRefused",
     "Effect",
     "EffectConflict",
     "Event",
@@ -211,6 +219,7 @@ __all__ = [
     "RunClosed",
     "RunInputMismatch",
     "RunLedger",
+    "RunMoved",
     "RunNotEnded",
     "RunNotFound",
     "RunOwned",

@@ -37,8 +37,8 @@ class Wait:
 
 
 def waits_of(ledger: AgentRunLedger, record: RunRecord, steps: Sequence[StepRecord] | None = None) -> list[Wait]:
-    """What the run waits for; nothing where it has ended, where somebody works on it, and where its log cannot be read."""
-    if record.is_damaged or RunState(record.status).is_terminal:
+    """What the run waits for; nothing where it has ended or moved, where somebody works on it, and where its log cannot be read."""
+    if record.is_damaged or record.moved_to is not None or RunState(record.status).is_terminal:
         return []
     if record.status == RunState.QUARANTINE:
         what = f"somebody who lets it out of quarantine: {record.cause or 'it was halted on suspicion'}"

@@ -46,6 +46,7 @@ SILENT_SECONDS = 30.0
 _STRAY_SECONDS = 5.0
 """After which a run may be taken again whose work could not be begun, or ended in no good order."""
 _LONGEST_POLL_SECONDS = 3600.0
+_LISTENING_SECONDS = 0.5
 _MARGIN_SECONDS = 5.0
 """Beyond the time to drain, whoever stops a worker waits so long for its last words."""
 
@@ -200,7 +201,8 @@ class Worker:
         program has a handler of its own are left to that.
         """
         with ending.awaited(self):
-            self.wait()
+            while not self.wait(_LISTENING_SECONDS):  # a signal that comes just before a wait is only handled behind it
+                pass
 
     def _longest(self, timeout: float | None) -> float | None:
         if self._drain_seconds is None:

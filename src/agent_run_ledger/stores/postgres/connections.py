@@ -7,8 +7,8 @@ import random
 import threading
 import time
 import weakref
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Any, TypeVar
 
@@ -18,7 +18,14 @@ from psycopg.rows import TupleRow, tuple_row
 from psycopg.types.numeric import Int8BinaryDumper, Int8Dumper
 
 from agent_run_ledger.errors import LedgerError, StoreError, StoreUnavailable
-from agent_run_ledger.stores.postgres.faults import is_lost, is_passing, is_refused_connection, is_stale, named
+from agent_run_ledger.stores.postgres.faults import (
+    is_lost,
+    is_passing,
+    is_read_only,
+    is_refused_connection,
+    is_stale,
+    named,
+)
 
 MOST_CONNECTIONS = 8
 """How many one store opens: more threads wait for one another, not for more connections."""
@@ -108,8 +115,9 @@ class Connections:
         begun = time.monotonic()
         pause = 0.0
         while True:
+            is_final = not is_passing(fault) or (is_read_only(fault) and not _is_standby(link))
             self._let_go_of(link, fault)
-            if not is_passing(fault):
+            if is_final:
                 raise named(fault, self.place) from fault
             if is_lost(fault):
                 work = again
@@ -136,7 +144,7 @@ class Connections:
             with suppress(psycopg.Error):  # nobody waits for its end any more
                 link.cancel_safe(timeout=1.0)
         # What a primary that became a standby was asked, another server has to be asked: so its connection goes, too.
-        keep = not (is_lost(fault) or is_stale(fault) or fault.sqlstate == "25006")
+        keep = not (is_lost(fault) or is_stale(fault) or is_read_only(fault))
         self._end_of(link, is_sound=keep)
         if not keep:
             self._drop_idle()  # they lead to the same place
@@ -283,6 +291,24 @@ class Connections:
                 os.close(link.fileno())
         self._idle = []
         self._renew()
+
+
+def _is_standby(link: Link) -> bool:
+    """Whether the server follows another one, whose place it may take at any moment."""
+    try:
+        return link.execute(b"SELECT pg_is_in_recovery()").fetchone() == (True,)
+    except psycopg.Error:
+        return True
+
+
+@contextmanager
+def unhurried(link: Link) -> Iterator[None]:
+    """What is asked in here may take as long as it takes."""
+    seconds, link.reply_seconds = link.reply_seconds, None
+    try:
+        yield
+    finally:
+        link.reply_seconds = seconds
 
 
 def place_of(dsn: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import psycopg
 
 from agent_run_ledger.errors import (
+    NotALedger,
     StoreBusy,
     StoreCorrupt,
     StoreError,
@@ -22,7 +23,7 @@ _FULL = frozenset({"53100"})
 _READ_ONLY = frozenset({"25006"})
 _CORRUPT = frozenset({"XX001", "XX002"})
 _NO_RIGHT = frozenset({"42501"})
-_UNKNOWN_OBJECTS = frozenset({"42P01", "42703", "42883"})
+_UNKNOWN_OBJECTS = frozenset({"42P01", "42703"})
 
 # What a server says to a client that it will not have at all; libpq gives no code for it.
 _REFUSALS = ("authentication failed", "does not exist", "pg_hba.conf", "permission denied", "no password supplied")
@@ -48,20 +49,15 @@ def is_stale(error: psycopg.Error) -> bool:
     return code in _STALE and (code != "0A000" or "cached plan" in str(error))
 
 
+def is_read_only(error: psycopg.Error) -> bool:
+    """Whether the server writes nothing: for good, or because it is a standby."""
+    return error.sqlstate in _READ_ONLY
+
+
 def is_refused_connection(error: psycopg.Error) -> bool:
     """Whether the server was reached and will not have this client, now or later."""
     said = str(error)
     return any(words in said for words in _REFUSALS)
-
-
-def is_constraint(error: psycopg.Error) -> bool:
-    """Whether a rule of the schema forbade it: nothing was written now, and it may stand there already."""
-    return isinstance(error, psycopg.IntegrityError)
-
-
-def is_unknown_object(error: psycopg.Error) -> bool:
-    """Whether a table, a column or a function was not found."""
-    return error.sqlstate in _UNKNOWN_OBJECTS
 
 
 def named(error: psycopg.Error, place: str, waited_seconds: float = 0.0) -> StoreError:
@@ -92,6 +88,11 @@ def named(error: psycopg.Error, place: str, waited_seconds: float = 0.0) -> Stor
         return StoreFull(f"the disk of {place} is full ({said}); this was not written. Make room and call again.")
     if code in _CORRUPT:
         return StoreCorrupt(f"{place} is damaged ({said}). Keep it for inspection and restore a backup.")
+    if code in _UNKNOWN_OBJECTS:
+        return NotALedger(
+            f"{place} has no table of a ledger where one was ({said}); nothing was written. Somebody dropped or moved it: restore a "
+            "backup, or check the search_path."
+        )
     if is_lost(error):
         return StoreUnavailable(
             f"{place} could not be reached{after} ({said}); what was not acknowledged may or may not be written. Look after the "

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import suppress
 from importlib.resources import files
 
 import psycopg
 
 from agent_run_ledger.errors import NotALedger, SchemaTooNew, StoreError
-from agent_run_ledger.stores.postgres.connections import Link
+from agent_run_ledger.stores.postgres.connections import Link, unhurried
 
 SCHEMA_VERSION = 1
 """The number of the last file in `migrations`."""
@@ -15,10 +17,53 @@ SCHEMA_VERSION = 1
 TABLES = ("meta", "entries", "payloads", "runs", "inbox", "secrets", "tombstones", "queues", "workers")
 RUN_TABLES = ("entries", "payloads", "runs", "inbox", "secrets", "tombstones")
 """Those whose keys begin with a run's id, which is what they can be partitioned by."""
+VIEWS = ("readable_entries", "agent_runs", "step_entries", "run_steps", "agent_step_journal")
+FUNCTIONS = (
+    "readable_json",
+    "json_text",
+    "json_number",
+    "refuse",
+    "refuse_without_tombstone",
+    "refuse_with_tombstone",
+    "refuse_before_the_end",
+)
 
 _VERSION = b"SELECT value FROM meta WHERE key = 'schema'"
 _TAKEN = b"SELECT name FROM unnest(%s::text[]) AS n (name) WHERE to_regclass(quote_ident(name)) IS NOT NULL"
 _META = b"SELECT count(*) FROM pg_attribute WHERE attrelid = to_regclass('meta') AND attname IN ('key', 'value')"
+
+# Which schema the ledger stands in, and whether triggers keep its log append-only.
+_WHERE = b"""
+SELECT relnamespace::regnamespace::text, coalesce((SELECT value <> 0 FROM meta WHERE key = 'triggers'), true)
+FROM pg_class WHERE oid = to_regclass('meta')
+"""
+
+# What the server knows of each object, with its name; partitioned or not, it says the same.
+_OBJECTS = b"""
+WITH relations AS (
+    SELECT c.oid, c.relname AS name, c.relkind AS kind FROM unnest(%s::text[]) AS n (name) JOIN pg_class c ON c.oid = to_regclass(n.name)
+)
+SELECT 'table ' || name, string_agg(
+    a.attname || ' ' || format_type(a.atttypid, a.atttypmod) || CASE WHEN a.attnotnull THEN ' NOT NULL' ELSE '' END
+    || coalesce(' DEFAULT ' || pg_get_expr(d.adbin, d.adrelid, true), ''), ', ' ORDER BY a.attnum)
+FROM relations r JOIN pg_attribute a ON a.attrelid = r.oid AND a.attnum > 0 AND NOT a.attisdropped
+LEFT JOIN pg_attrdef d ON d.adrelid = r.oid AND d.adnum = a.attnum
+WHERE kind IN ('r', 'p') GROUP BY name
+UNION ALL
+SELECT 'constraint ' || conname, pg_get_constraintdef(c.oid, true) FROM relations r JOIN pg_constraint c ON c.conrelid = r.oid
+WHERE contype IN ('p', 'u', 'c')
+UNION ALL
+SELECT 'index ' || c.relname, replace(pg_get_indexdef(c.oid, 0, true), ' ONLY ', ' ')
+FROM relations r JOIN pg_index i ON i.indrelid = r.oid JOIN pg_class c ON c.oid = i.indexrelid
+UNION ALL
+SELECT 'view ' || name, pg_get_viewdef(oid, true) FROM relations WHERE kind = 'v'
+UNION ALL
+SELECT 'trigger ' || tgname, pg_get_triggerdef(t.oid, true) || ' ' || tgenabled::text FROM relations r JOIN pg_trigger t ON t.tgrelid = r.oid
+WHERE NOT tgisinternal
+UNION ALL
+SELECT 'function ' || proname, prosrc FROM pg_proc WHERE proname = ANY(%s) AND pronamespace = CASE %s::text
+    WHEN 'pg_temp' THEN pg_my_temp_schema() ELSE (SELECT relnamespace FROM pg_class WHERE oid = to_regclass('meta')) END
+"""
 
 # What belongs to no run that can be listed, or to no entry, so that nobody who goes through the runs would come by it.
 _STRAYS = b"""
@@ -69,8 +114,37 @@ def refuse_unusable(link: Link, place: str) -> None:
 
 
 def findings(link: Link) -> list[str]:
-    """What is wrong with the tables, one sentence each."""
-    return [said for (said,) in link.execute(_STRAYS)]
+    """What is wrong with the tables, one sentence each: what belongs nowhere, and what is not as the migrations made it."""
+    with unhurried(link):
+        wrong = [said for (said,) in link.execute(_STRAYS)]
+        return [*wrong, *_changes(link)]
+
+
+def _changes(link: Link) -> Iterator[str]:
+    """Compares with what this very server makes of the migrations, in a temporary schema that is gone at once.
+
+    Where a role may make no temporary tables, as on a standby, nothing is known to be wrong.
+    """
+    present: dict[str, str] = {}
+    expected: dict[str, str] = {}
+    names = ([*TABLES, *VIEWS], [*FUNCTIONS])
+    with (
+        suppress(psycopg.errors.InsufficientPrivilege, psycopg.errors.ReadOnlySqlTransaction),
+        link.transaction(force_rollback=True),
+    ):
+        ((schema, has_triggers),) = link.execute(_WHERE).fetchall()
+        link.execute(b"SELECT set_config('search_path', %s || ', pg_temp', true)", (schema,))
+        present = dict(link.execute(_OBJECTS, (*names, schema)).fetchall())
+        link.execute(b"SELECT set_config('search_path', 'pg_temp, ' || %s, true)", (schema,))
+        for name, script in scripts():
+            if has_triggers or "triggers" not in name:
+                link.execute(script.encode())
+        expected = dict(link.execute(_OBJECTS, (*names, "pg_temp")).fetchall())
+    for name, definition in expected.items():
+        if name not in present:
+            yield f"the {name} is missing from the schema"
+        elif present[name] != definition:
+            yield f"the {name} of the schema was changed"
 
 
 def _foreign(place: str, taken: list[str]) -> str:
