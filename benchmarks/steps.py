@@ -52,7 +52,7 @@ def floor(path: Path, synchronous: str, key: str = "") -> Callable[[], None]:
     return step
 
 
-def durable(path: Path, durability: str, effect: Effect | None = None) -> Callable[[], None]:
+def durable(path: Path | str, durability: str, effect: Effect | None = None) -> Callable[[], None]:
     """One step of one run, with every guarantee on."""
     ledger = AgentRunLedger(path, max_steps=10**9, durability=durability)
     run_id = ledger.create_run(goal="benchmark")

@@ -17,13 +17,16 @@ from typing import Any
 
 import pytest
 
-from agent_run_ledger.contract import Row
+from agent_run_ledger.contract import Listing, QueueTerms, Row
 from agent_run_ledger.stores.sqlite import SqliteStore
 from agent_run_ledger.stores.sqlite_log import LARGE_PAYLOAD_BYTES
 from agent_run_ledger.testing import FakeClock, a_row
 from agent_run_ledger.testing.stores.words import LISTING
 
 _IS_PLACE = [name.startswith(("CALL", "RESUME", "JUMP_BACKWARD")) for name in dis.opname]
+
+
+QUEUED = Listing(1.5, "agent", "q")
 
 
 class Interrupts:
@@ -246,6 +249,40 @@ def annotate(ledger: Ledger) -> tuple[Callable[[], object], Callable[[], bool]]:
     )
 
 
+def enqueue(ledger: Ledger) -> tuple[Callable[[], object], Callable[[], bool]]:
+    name = f"queued {ledger.number}"
+    return (
+        lambda: ledger.store.enqueue(name, b"s" * 32, [a_row(1), a_row(2)], QUEUED, 0.0),
+        lambda: ledger.size(name) == 2,
+    )
+
+
+def claim_due(ledger: Ledger) -> tuple[Callable[[], object], Callable[[], bool]]:
+    ledger.db.execute("UPDATE runs SET owner = NULL WHERE queue = 'q'")
+    enqueue(ledger)[0]()
+    owner = ledger.new_owner()
+    statement = "SELECT 1 FROM runs WHERE queue = 'q' AND owner = ?"
+    return (
+        lambda: ledger.store.claim_due(owner, 30.0, [QueueTerms("q", 99, 9)], ["agent"], 1),
+        lambda: ledger.db.execute(statement, (owner,)).fetchone() is not None,
+    )
+
+
+def free_dead(ledger: Ledger) -> tuple[Callable[[], object], Callable[[], bool]]:
+    claim_due(ledger)[0]()
+    ledger.db.execute("UPDATE runs SET owner = 'dead' WHERE queue = 'q' AND owner IS NOT NULL")
+    Path(ledger.store._holding.owners.folder, "dead").touch()
+    return (
+        lambda: ledger.store.free_dead(),
+        lambda: ledger.db.execute("SELECT 1 FROM runs WHERE owner = 'dead'").fetchone() is None,
+    )
+
+
+def wait_for_work(ledger: Ledger) -> tuple[Callable[[], object], Callable[[], bool]]:
+    ledger.store.wake()
+    return lambda: [ledger.store.wait_for_work(0.0) for _ in range(2)], lambda: True
+
+
 def read(ledger: Ledger) -> tuple[Callable[[], object], Callable[[], bool]]:
     return lambda: [ledger.store.read("spare"), ledger.store.head("run"), list(ledger.store.summaries())], lambda: True
 
@@ -274,6 +311,10 @@ VERBS = [
     release,
     post,
     annotate,
+    enqueue,
+    claim_due,
+    free_dead,
+    wait_for_work,
     read,
     read_beside_a_writer,
 ]
@@ -297,7 +338,7 @@ def test_an_interrupt_anywhere_leaves_nothing_held_and_loses_nothing(ledger: Led
     assert list(ledger.store.check()) == []
 
 
-@pytest.mark.parametrize("verb", [append, append_several, create, claim_of_a_dead_owner])
+@pytest.mark.parametrize("verb", [append, append_several, create, claim_of_a_dead_owner, free_dead])
 def test_a_second_interrupt_while_the_first_is_cleaned_up_leaves_nothing_held_either(ledger: Ledger, verb: Any) -> None:
     first, second = 1, 1
     while True:
@@ -312,7 +353,7 @@ def test_a_second_interrupt_while_the_first_is_cleaned_up_leaves_nothing_held_ei
     assert ledger.number > first > 10
 
 
-@pytest.mark.parametrize("verb", [create, claim_of_a_dead_owner])
+@pytest.mark.parametrize("verb", [create, claim_of_a_dead_owner, claim_due, free_dead])
 def test_an_interrupt_leaves_no_owner_locked_out(ledger: Ledger, verb: Any) -> None:
     for place in range(1, 1000):
         ledger.number = place

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agent_run_ledger.contract import Append, Row, Store
-from agent_run_ledger.errors import LedgerError, StoreError
+from agent_run_ledger.errors import LedgerError
 from agent_run_ledger.stores import open_store
 from agent_run_ledger.testing import FakeClock, StoreContract, a_row
 from agent_run_ledger.testing.stores.words import LISTING
@@ -102,12 +102,6 @@ def test_appends_that_come_together_do_what_they_would_do_one_after_the_other(
                 run_id = summary.head.run_id
                 assert (other.head(run_id), other.read(run_id)) == (summary.head, one.read(run_id))
         assert list(other.check()) == []
-
-
-@pytest.mark.parametrize("path", ["postgresql://localhost/agents", "postgres://localhost/agents"])
-def test_postgresql_is_refused_by_name(path: str) -> None:
-    with pytest.raises(StoreError, match="PostgreSQL is not in this version"):
-        open_store(path, durability="full", clock=FakeClock())
 
 
 def test_a_forked_child_has_a_copy_of_a_store_in_memory(clock: FakeClock) -> None:

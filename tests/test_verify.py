@@ -290,6 +290,87 @@ def test_a_head_or_an_inbox_that_does_not_fit_the_log_is_found(bench: Bench, sta
     assert {finding.run_id for finding in findings(bench)} == {run_id}
 
 
+HEAD_COLUMNS = {
+    "run_id": "'elsewhere'",
+    "fencing_token": "-1",
+    "inbox": "inbox + 1",
+    "created_at": "created_at + 0.0000002",
+    "agent": "'another'",
+    "queue": "'express'",
+    "priority": "priority + 1",
+    "key": "'other'",
+}
+UNPROVEN = {"owner", "lease_until", "lease_seconds", "lease_boot", "note", "due"}
+"""The lease, the note, and when a worker may take a run: nothing is claimed of them."""
+
+
+@pytest.fixture
+def queued(tmp_path: Path) -> Iterator[Bench]:
+    """A run that says all that a run can be found by, and one that says nothing."""
+    with Bench("sqlite", tmp_path) as opened:
+        ledger = opened.open()
+
+        @ledger.agent()
+        def books(month: str) -> str:
+            return month
+
+        ledger.submit(books, "2026-10", run_id="queued", queue="nightly", priority=3, key="customer")
+        ledger.create_run("plain", "plain")
+        assert findings(opened) == []
+        yield opened
+
+
+def test_the_columns_of_a_head_are_all_tampered_with_or_prove_nothing(queued: Bench) -> None:
+    with raw(queued.path) as connection:
+        (head, _) = connection.execute("SELECT * FROM runs ORDER BY run_id DESC").fetchall()
+    assert set(head.keys()) == HEAD_COLUMNS.keys() | UNPROVEN
+    assert [head[name] for name in ("agent", "queue", "priority", "key")] == ["books", "nightly", 3, "customer"]
+
+
+@pytest.mark.parametrize("run_id", ["queued", "plain"])
+@pytest.mark.parametrize("column", HEAD_COLUMNS)
+def test_a_change_of_any_column_of_a_head_that_proves_something_is_found(
+    queued: Bench, run_id: str, column: str
+) -> None:
+    tamper(queued, f"UPDATE runs SET {column} = {HEAD_COLUMNS[column]} WHERE run_id = ?", run_id)
+    found = findings(queued)
+    assert any(names(finding, run_id) for finding in found)
+    assert not any(names(finding, other) for finding in found for other in {"queued", "plain"} - {run_id})
+
+
+@pytest.mark.parametrize("column", ["agent", "queue", "key", "created_at"])
+def test_what_a_run_is_found_by_cannot_be_taken_from_its_head(queued: Bench, column: str) -> None:
+    tamper(queued, f"UPDATE runs SET {column} = NULL, due = NULL WHERE run_id = 'queued'")
+    assert {(each.run_id, each.code) for each in findings(queued)} == {("queued", "head")}
+
+
+@pytest.mark.parametrize("field", ["agent", "queue", "priority", "key", "at"])
+def test_a_first_entry_that_was_rewritten_no_longer_agrees_with_what_its_run_is_found_by(
+    queued: Bench, field: str
+) -> None:
+    with raw(queued.path, without_triggers=True) as connection:
+        (body,) = connection.execute("SELECT body FROM entries WHERE run_id = 'queued'").fetchone()
+        said = json.loads(body)
+        changed = json.dumps(said | {field: said[field] * 2}).encode()
+        roots = merkle.append([], 0, merkle.leaf_hash(changed))[1]
+        connection.execute("UPDATE entries SET body = ?, roots = ? WHERE run_id = 'queued'", (changed, roots))
+    assert ("queued", "head") in {(each.run_id, each.code) for each in findings(queued)}
+
+
+@pytest.mark.parametrize("column", sorted(UNPROVEN))
+def test_what_proves_nothing_is_no_finding(queued: Bench, column: str) -> None:
+    new = "'somebody'" if column in ("owner", "lease_boot", "note") else "1e9"
+    tamper(queued, f"UPDATE runs SET {column} = {new} WHERE run_id = 'queued'")
+    assert findings(queued) == []
+
+
+def test_the_clock_of_the_ledger_and_its_workers_prove_nothing(queued: Bench) -> None:
+    with raw(queued.path) as connection:
+        connection.execute("UPDATE boots SET boot = 'another', news = 7")
+        connection.execute("INSERT INTO workers VALUES ('w', x'ff', 1.5)")
+    assert findings(queued) == []
+
+
 @pytest.mark.parametrize(
     "statement",
     [
@@ -305,8 +386,11 @@ def test_a_run_that_lost_its_head_or_its_entries_is_found(bench: Bench, statemen
     assert findings(bench, RUN) != []
 
 
-@pytest.mark.parametrize("name", ["entries_are_never_changed", "entries_follow_one_another", "run_steps"])
-def test_a_trigger_or_view_that_was_taken_away_or_changed_is_found(bench: Bench, name: str) -> None:
+@pytest.mark.parametrize(
+    "name",
+    ["entries_are_never_changed", "entries_follow_one_another", "run_steps", "runs_that_wait", "workers"],
+)
+def test_a_part_of_the_schema_that_was_taken_away_or_changed_is_found(bench: Bench, name: str) -> None:
     with raw(bench.path) as connection:
         ((kind,),) = connection.execute("SELECT type FROM sqlite_master WHERE name = ?", (name,))
         connection.execute(f"DROP {kind} {name}")

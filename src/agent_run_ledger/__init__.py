@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from agent_run_ledger.errors import ApprovalMismatch as ApprovalMismatch
     from agent_run_ledger.errors import AttemptsExhausted as AttemptsExhausted
     from agent_run_ledger.errors import BudgetExceededException as BudgetExceededException
+    from agent_run_ledger.errors import CopyRefused as CopyRefused
     from agent_run_ledger.errors import EffectConflict as EffectConflict
     from agent_run_ledger.errors import IllegalTransition as IllegalTransition
     from agent_run_ledger.errors import IntentDrift as IntentDrift
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from agent_run_ledger.errors import RunawayLoopException as RunawayLoopException
     from agent_run_ledger.errors import RunClosed as RunClosed
     from agent_run_ledger.errors import RunInputMismatch as RunInputMismatch
+    from agent_run_ledger.errors import RunMoved as RunMoved
+    from agent_run_ledger.errors import RunNotEnded as RunNotEnded
     from agent_run_ledger.errors import RunNotFound as RunNotFound
     from agent_run_ledger.errors import RunOwned as RunOwned
     from agent_run_ledger.errors import SchemaTooNew as SchemaTooNew
@@ -50,12 +53,15 @@ if TYPE_CHECKING:
     from agent_run_ledger.errors import UnserialisableArguments as UnserialisableArguments
     from agent_run_ledger.errors import UnserialisableOutput as UnserialisableOutput
     from agent_run_ledger.errors import WaitTimeout as WaitTimeout
+    from agent_run_ledger.fleet.handle import Handle as Handle
+    from agent_run_ledger.fleet.worker import Worker as Worker
     from agent_run_ledger.guard import forge_or_sentinel_guard as forge_or_sentinel_guard
     from agent_run_ledger.ledger import AgentRunLedger as AgentRunLedger
     from agent_run_ledger.ledger import compute_fingerprint as compute_fingerprint
     from agent_run_ledger.model import Approval as Approval
     from agent_run_ledger.model import ApprovalRequest as ApprovalRequest
     from agent_run_ledger.model import Budget as Budget
+    from agent_run_ledger.model import CopiedRun as CopiedRun
     from agent_run_ledger.model import Effect as Effect
     from agent_run_ledger.model import Event as Event
     from agent_run_ledger.model import Finding as Finding
@@ -66,10 +72,12 @@ if TYPE_CHECKING:
     from agent_run_ledger.model import RunState as RunState
     from agent_run_ledger.model import StepRecord as StepRecord
     from agent_run_ledger.model import StepState as StepState
+    from agent_run_ledger.model import StuckRun as StuckRun
     from agent_run_ledger.model import TraceLine as TraceLine
     from agent_run_ledger.model import TreeHead as TreeHead
     from agent_run_ledger.model import Verdict as Verdict
     from agent_run_ledger.model import VerificationReport as VerificationReport
+    from agent_run_ledger.model import WorkerRecord as WorkerRecord
     from agent_run_ledger.pipeline import RunLedger as RunLedger
     from agent_run_ledger.pipeline import Step as Step
     from agent_run_ledger.rules.canonical import register_type as register_type
@@ -79,11 +87,17 @@ if TYPE_CHECKING:
     from agent_run_ledger.run import current_run as current_run
 else:
     _HOMES = {
+        "RunNotEnded": "errors",
+        "StuckRun": "model",
+        "WorkerRecord": "model",
+        "Worker": "fleet.worker",
+        "Handle": "fleet.handle",
         "WaitTimeout": "errors",
         "ApprovalMismatch": "errors",
         "ApprovalDenied": "errors",
         "Receipt": "model",
         "TraceLine": "model",
+        "CopiedRun": "model",
         "PlannedAction": "model",
         "ApprovalRequest": "model",
         "Approval": "model",
@@ -91,6 +105,7 @@ else:
         "current_step": "drivers.context",
         "AttemptsExhausted": "errors",
         "BudgetExceededException": "errors",
+        "CopyRefused": "errors",
         "EffectConflict": "errors",
         "IllegalTransition": "errors",
         "IntentDrift": "errors",
@@ -109,6 +124,7 @@ else:
         "ReplayStalledWarning": "errors",
         "RunClosed": "errors",
         "RunInputMismatch": "errors",
+        "RunMoved": "errors",
         "RunNotFound": "errors",
         "RunOwned": "errors",
         "RunawayLoopDetectedException": "errors",
@@ -173,10 +189,13 @@ __all__ = [
     "AttemptsExhausted",
     "Budget",
     "BudgetExceededException",
+    "CopiedRun",
+    "CopyRefused",
     "Effect",
     "EffectConflict",
     "Event",
     "Finding",
+    "Handle",
     "IllegalTransition",
     "IntentDrift",
     "InvalidArguments",
@@ -200,6 +219,8 @@ __all__ = [
     "RunClosed",
     "RunInputMismatch",
     "RunLedger",
+    "RunMoved",
+    "RunNotEnded",
     "RunNotFound",
     "RunOwned",
     "RunRecord",
@@ -220,6 +241,7 @@ __all__ = [
     "StoreFull",
     "StoreReadOnly",
     "StoreUnavailable",
+    "StuckRun",
     "TraceLine",
     "TreeHead",
     "UndeclaredEffectWarning",
@@ -229,6 +251,8 @@ __all__ = [
     "Verdict",
     "VerificationReport",
     "WaitTimeout",
+    "Worker",
+    "WorkerRecord",
     "compute_fingerprint",
     "current_run",
     "current_step",

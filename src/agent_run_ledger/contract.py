@@ -102,6 +102,8 @@ class Head:
     """Seconds until the lease runs out, negative once it has; None as above."""
     due_in: float | None = None
     """Seconds until a worker may take it, 0 or less where one may now; None where none will look before a request comes."""
+    moved_to: str | None = None
+    """Where the run goes on, once it was moved away from here: nobody owns it here, and it is never due."""
 
 
 class QueueTerms(NamedTuple):
@@ -178,7 +180,7 @@ class Queues(Protocol):
     def wait_for_work(self, seconds: float) -> bool:
         """Return after `seconds`, or at once (True) when somebody may have made a run due or called `wake`. Only ever a hint.
 
-        What happened since the calling thread waited last counts, so that nothing falls between a claim that found nothing and the wait.
+        Whatever happened since the calling thread waited last counts, so that nothing falls between a claim that found nothing and the wait.
         """
 
     def wake(self) -> None:
@@ -225,15 +227,23 @@ class Store(Queues, Protocol):
     ) -> bool:
         """Take in a run of another store as it stands there, all of it or nothing, owned by nobody, on stable storage.
 
-        `token` is the last one that was given there; the next claim gives a larger one. False where a run of that id exists already.
+        `token` is the last one that was given there; the next claim gives a larger one. A run that was moved away from here comes
+        back so: its `pages` and `requests` begin behind what stands here. False where any other run of that id exists, or existed
+        and was deleted.
+        """
+
+    def move_away(self, run_id: str, token: int, place: str) -> None:
+        """Let go of a run for good, on stable storage, because it goes on at `place`: nothing is appended to it here any more.
+
+        From now on `claim` and `post` raise `RunMoved`, and no worker is given it. Raises `LeaseLost` where the token is old.
         """
 
     def claim(self, run_id: str, owner: str, lease_seconds: float) -> Lease:
         """Take a run that nobody holds, whose owner is known to be dead, or whose lease ran out; on stable storage.
 
         The token goes up whenever the owner changes or a new claim is made; an owner that claims its own live run gets the lease it
-        has, renewed. A run of a queue is due from then on, for it could be lost. Raises `RunNotFound`, or `RunOwned` while somebody else
-        holds it.
+        has, renewed. A run of a queue is due from then on, for it could be lost. Raises `RunNotFound`, `RunOwned` while somebody else
+        holds it, or `RunMoved`.
         """
 
     def renew(self, run_id: str, token: int, lease_seconds: float) -> int:
@@ -286,7 +296,7 @@ class Store(Queues, Protocol):
         """One summary per run, oldest first; of one run where `run_id` is given. Reads in pages, holds no transaction in between."""
 
     def post(self, run_id: str, kind: str, payload: bytes, who: str, at: float, *, due_in: float = 0.0) -> int:
-        """Put a request into a run's inbox and return its id, which is the new inbox counter. Raises `RunNotFound`.
+        """Put a request into a run's inbox and return its id, which is the new inbox counter. Raises `RunNotFound` and `RunMoved`.
 
         A run of a queue is due in `due_in` seconds, unless it is sooner. Workers that wait are told.
         """

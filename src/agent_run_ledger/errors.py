@@ -60,6 +60,31 @@ class RunOwned(LedgerError):
         self.idle_seconds = idle_seconds
 
 
+class RunMoved(LedgerError):
+    """This run was moved to another ledger and goes on there. Nothing was done here, where it stands as it was when it was moved.
+
+    ``place`` says where. If it is not there, whatever moved it was interrupted: the same copy once more finishes it.
+    """
+
+    def __init__(self, run_id: str, place: str) -> None:
+        super().__init__(
+            f"run {run_id!r} was moved to {place} and goes on there; nothing was done here. If it is not there, the copy was "
+            "interrupted: call the same copy again, and it is finished."
+        )
+        self.run_id = run_id
+        self.place = place
+
+
+class CopyRefused(LedgerError, ValueError):
+    """A run cannot be copied as it was asked for. Nothing was written to the other ledger, and the run stays as it was."""
+
+    def __init__(self, run_id: str, place: str, why: str) -> None:
+        super().__init__(f"run {run_id!r} was not copied to {place}, and nothing was written: {why}")
+        self.run_id = run_id
+        self.place = place
+        self.why = why
+
+
 class LeaseLost(LedgerError):
     """Another owner has taken this run over, so this write was refused in its own transaction.
 

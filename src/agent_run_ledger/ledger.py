@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import copy
 import os
 import socket
@@ -40,6 +39,7 @@ from agent_run_ledger.fleet.face import Fleet
 from agent_run_ledger.model import (
     MIN_FREE,
     Budget,
+    CopiedRun,
     Diagnosis,
     Finding,
     Inspection,
@@ -56,7 +56,7 @@ from agent_run_ledger.rules.loops import LoopDetectorPolicy
 from agent_run_ledger.rules.names import check_name
 from agent_run_ledger.run import OpenRun, branch_of, finish, function_call, perform
 from agent_run_ledger.settle import settle
-from agent_run_ledger.stores import open_store
+from agent_run_ledger.stores import lifetime, open_store
 from agent_run_ledger.stores.clock import SystemClock
 from agent_run_ledger.stores.room import Room
 
@@ -276,7 +276,8 @@ class Ledger(Operator):
     @staticmethod
     def _waits(run: RunRecord, is_owner_seen: bool) -> bool:
         state = RunState(run.status)
-        return not (is_owner_seen or run.is_damaged or state.is_terminal or state is RunState.QUARANTINE)
+        is_elsewhere = is_owner_seen or run.moved_to is not None
+        return not (is_elsewhere or run.is_damaged or state.is_terminal or state is RunState.QUARANTINE)
 
     def verify(self, run_id: str | None = None, *, told: Callable[[int], None] | None = None) -> VerificationReport:
         """Recompute every entry, of one run or of all, and report each disagreement. `told` hears how many entries are done.
@@ -354,6 +355,41 @@ class Ledger(Operator):
             if not run.is_held and self._store.head(run_id) is None:
                 raise RunNotFound(run_id)
             self._driver.give_back(run)
+
+    def copy(
+        self,
+        run_id: str,
+        to: str | os.PathLike[str] | Ledger,
+        *,
+        children: bool = False,
+        told: Callable[[str], None] | None = None,
+    ) -> list[CopiedRun]:
+        """Copy a run to another ledger, entry for entry, with its secret, what was asked of it, and its place in its queue.
+
+        One that has ended stands in both then. One that has not is moved: it goes on there under the same id, and whoever claims it here
+        gets `RunMoved`. With `children` the runs that its program has begun go with it; without, a run that waits for one is refused.
+        The same call again finishes what was interrupted, and writes nothing where all is done. `told` hears how far it is.
+
+        Raises `RunNotFound`, `RunOwned` while somebody works on it, and `CopyRefused`: another run of this id stands there, it is
+        damaged, or it belongs to a run that stays.
+
+        >>> with AgentRunLedger("agent.db") as ledger:
+        ...     [copied.is_moved for copied in ledger.copy("october", "other.db")]
+        [True]
+        """
+        from agent_run_ledger.copying import Copying
+
+        if self._store.head(check_name("run_id", run_id)) is None:
+            raise RunNotFound(run_id)
+        if isinstance(to, Ledger):
+            return Copying(self, to._store, told).run(run_id, children=children)
+        if os.fspath(to) == ":memory:":
+            raise ValueError("a ledger in memory that nobody else has would be gone at once: give a path, or an open ledger")
+        store = open_store(to, durability="full", clock=self._clock, outage_seconds=self._outage_seconds)
+        try:
+            return Copying(self, store, told).run(run_id, children=children)
+        finally:
+            store.close()
 
     def _run(self, run_id: str) -> HeldRun:
         return self._leases.run(check_name("run_id", run_id))
@@ -740,7 +776,9 @@ def _min_free(given: int | None) -> int:
     return value or 0
 
 
-@atexit.register
 def _close_all() -> None:
     for ledger in list(_open):
         ledger.close()
+
+
+lifetime.close_before(_close_all)

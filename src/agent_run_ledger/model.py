@@ -247,6 +247,8 @@ class RunRecord:
     """The queue whose workers go on with it; None where its program is started by hand."""
     due_in_seconds: float | None = None
     """When this was read: seconds until a worker may take it, 0 or less where one may; None where none looks before it is asked to."""
+    moved_to: str | None = None
+    """The ledger in which it goes on; None where that is this one."""
 
     is_damaged: ClassVar[bool] = False
     """Whether entries that this record needs cannot be read. Then `cause` says why and `status` is what the last readable entry says."""
@@ -299,6 +301,20 @@ class StuckRun:
     seconds: float
     owner: str | None
     queue: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class CopiedRun:
+    """A run that stands in another ledger now, entry for entry."""
+
+    run_id: str
+    place: str
+    """The other ledger, without secrets."""
+    entries: int
+    is_moved: bool
+    """Whether it goes on there, and no more here; a run that has ended stays here, too."""
+    was_there: bool
+    """Whether it stood there already, and nothing was written."""
 
 
 @dataclass(slots=True)

@@ -199,7 +199,8 @@ class Operator:
         By what was declared when the step was dispatched last; a tool that is registered here declares it anew.
         """
         history = reading.read(self._store, check_name("run_id", run_id))
-        if history.state.is_terminal:
+        head = self._store.head(run_id)
+        if history.state.is_terminal or head is None or head.moved_to is not None:
             return []
         now, planned = self._clock.now(), []
         for step in history.positions.values():
@@ -344,4 +345,4 @@ def _reason(reason: str) -> str:
 
 
 def _is_open(run: RunRecord) -> bool:
-    return not run.is_damaged and not RunState(run.status).is_terminal
+    return not run.is_damaged and run.moved_to is None and not RunState(run.status).is_terminal

@@ -58,7 +58,9 @@ def _trouble(summary: Summary) -> tuple[bool, int]:
 
 
 def _program_of(summary: Summary, agents: Mapping[str, Agent]) -> Agent | None:
-    """The agent whose run this is, if it is registered here and the run has not ended."""
+    """The agent whose run this is, if it is registered here and the run has not ended and not moved away."""
+    if summary.head.moved_to is not None:
+        return None
     try:
         begun = parse(summary.first.body)
         state = RunState(parse(summary.last.body)["state"])

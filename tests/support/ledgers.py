@@ -15,12 +15,14 @@ import pytest
 from agent_run_ledger import AgentRunLedger, RunLedger, Step
 from agent_run_ledger.contract import Row, Store
 from agent_run_ledger.stores import open_store
+from agent_run_ledger.stores.clock import SystemClock
 from agent_run_ledger.stores.memory import MemoryStore
 from agent_run_ledger.stores.postgres import PostgresStore
 from agent_run_ledger.testing import FakeClock
 from support.clocks import DatabaseClock, ledger_with_a_clock
 from support.databases import databases
 
+SYSTEM = SystemClock()
 KINDS = ("memory", "sqlite", "postgres")
 LEASE_SECONDS = 30.0
 
@@ -45,7 +47,7 @@ class Bench:
         self.kind = kind
         self.path = folder / "ledger.db"
         self._resources = ExitStack()
-        self.clock = FakeClock()
+        self.clock: Any = FakeClock()
         self._shared: MemoryStore | None = None
         self._dsn: str | None = None
         if kind == "memory":
@@ -65,12 +67,20 @@ class Bench:
             for ledger in self._opened:
                 ledger.close()
 
+    def on_real_time(self) -> Self:
+        """The same storage with the machine's clock: for workers, which wait in threads of their own. Before anything is opened."""
+        self.clock = SYSTEM
+        if self._shared is not None:
+            self._shared = MemoryStore(clock=SYSTEM)
+        return self
+
     def store(self) -> Store:
         """A store on this storage, to look with."""
         if self._shared is not None:
             return self._shared
         if self._dsn is not None:
-            return PostgresStore(self._dsn, _now=DatabaseClock.SQL)
+            moved = {} if self.clock is SYSTEM else {"_now": DatabaseClock.SQL}
+            return PostgresStore(self._dsn, **moved)
         return open_store(self.path, durability="process", clock=self.clock)
 
     def place(self) -> Any:

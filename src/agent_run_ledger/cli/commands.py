@@ -12,7 +12,8 @@ from importlib import import_module
 from typing import NoReturn
 
 import agent_run_ledger
-from agent_run_ledger.cli import preflight, supervise
+from agent_run_ledger.cli import fleet, preflight, supervise
+from agent_run_ledger.cli.options import count, number, seconds
 from agent_run_ledger.cli.shell import ERROR, INTERRUPTED, PIPE_CLOSED, VARIABLE, UsageError
 from agent_run_ledger.cli.terminal import plain, writable
 
@@ -132,7 +133,16 @@ def _add_looking(commands: _Commands) -> None:
     runs = add("runs", "looking", "List the runs of a ledger.", "--db demo/agent.db runs --status DEAD_LETTER")
     runs.add_argument("--status", metavar="STATE", help="only runs in this state, like BLOCKED or COMPLETED")
     runs.add_argument(
-        "--limit", metavar="N", type=_count, help="only the newest N runs (default: 50; 0 and --json: all)"
+        "--limit", metavar="N", type=count, help="only the newest N runs (default: 50; 0 and --json: all)"
+    )
+    runs.add_argument(
+        "--stuck",
+        action="store_true",
+        help="only runs that somebody should go on with and that have not got on, each with the reason; the exit status is 1 if there "
+        "are any",
+    )
+    runs.add_argument(
+        "--after", metavar="SECONDS", type=seconds, help="with --stuck: how long that is so at least (default: 300)"
     )
     show = add(
         "show",
@@ -141,9 +151,7 @@ def _add_looking(commands: _Commands) -> None:
         "--db demo/agent.db show reconcile-2026-10 --steps 0",
     )
     show.add_argument("run_id", metavar="RUN")
-    show.add_argument(
-        "--steps", metavar="N", type=_count, help="only the last N steps (default: 50; 0 and --json: all)"
-    )
+    show.add_argument("--steps", metavar="N", type=count, help="only the last N steps (default: 50; 0 and --json: all)")
     plan = add(
         "plan",
         "tracing",
@@ -204,7 +212,7 @@ def _add_acting(commands: _Commands) -> None:
         "--not-executed it did not, and the next start dispatches it again with the same arguments and the same key.",
         "resolve refund-209 3 --output '{\"refund\": \"re_17\"}' --reason 'found in the dashboard' --yes",
     )
-    resolve.add_argument("step_number", metavar="STEP", type=_number)
+    resolve.add_argument("step_number", metavar="STEP", type=number)
     said = resolve.add_mutually_exclusive_group(required=True)
     said.add_argument("--output", metavar="JSON", help="its output: JSON, @FILE, or - for standard input")
     said.add_argument("--not-executed", action="store_true", help="it did not take effect")
@@ -225,7 +233,7 @@ def _add_acting(commands: _Commands) -> None:
         "again, counts attempts afresh, and is not started. The old run stays as it is.",
         "redrive refund-209 --max-steps 100 --reason 'the API is mended' --yes",
     )
-    redrive.add_argument("--max-steps", metavar="N", type=_number, help="the new run's limit of steps")
+    redrive.add_argument("--max-steps", metavar="N", type=number, help="the new run's limit of steps")
     redrive.add_argument("--as", dest="new_run_id", metavar="NEW_ID", help="the new run's id (default: a fresh one)")
     fork = act(
         "fork",
@@ -233,9 +241,7 @@ def _add_acting(commands: _Commands) -> None:
         "stays as it is.",
         "fork research-7 --from-step 12 --as research-7b --yes",
     )
-    fork.add_argument(
-        "--from-step", metavar="N", type=_number, required=True, help="the first step that is not carried"
-    )
+    fork.add_argument("--from-step", metavar="N", type=number, required=True, help="the first step that is not carried")
     fork.add_argument("--as", dest="new_run_id", metavar="NEW_ID", help="the new run's id (default: a fresh one)")
     signal = act(
         "signal",
@@ -272,6 +278,7 @@ def _add_programs(commands: _Commands) -> None:
         of="program",
     )
     recover.add_argument("module", metavar="MODULE[:LEDGER]")
+    fleet.add(commands.add)
     preflight.add(commands.add)
     supervise.add(commands.add)
     demo = commands.add(
@@ -283,17 +290,3 @@ def _add_programs(commands: _Commands) -> None:
         of="program",
     )
     demo.add_argument("--keep", metavar="DIR", help="keep the demo's files in this new or empty folder")
-
-
-def _count(text: str) -> int:
-    return _whole(text, 0)
-
-
-def _number(text: str) -> int:
-    return _whole(text, 1)
-
-
-def _whole(text: str, least: int) -> int:
-    if not text.isascii() or not text.isdecimal() or len(text) > 18 or int(text) < least:
-        raise argparse.ArgumentTypeError(f"a whole number of at least {least} is needed, not {plain(text)[:60]!r}")
-    return int(text)

@@ -9,9 +9,10 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import agent_run_ledger
+from agent_run_ledger.cli.fleet import stuck
 from agent_run_ledger.cli.shell import OK, PROBLEM, UsageError, command_for, data_of, opened_to_look, path_of, run_data
 from agent_run_ledger.cli.terminal import Progress, as_json, counted, cut, labelled, plain, table, took, when, width
-from agent_run_ledger.cli.waiting import Wait, data_of_waits, told, waits_of
+from agent_run_ledger.cli.waiting import Wait, data_of_waits, queued, told, waits_of
 
 if TYPE_CHECKING:
     from agent_run_ledger.model import Inspection
@@ -27,7 +28,11 @@ def runs(given: argparse.Namespace) -> int:
     states = list(agent_run_ledger.RunState)
     if given.status is not None and given.status not in states:
         raise UsageError(f"there is no run state {given.status!r}; the states are {', '.join(states)}")
+    if given.after is not None and not given.stuck:
+        raise UsageError("--after says how long a run is stuck: give --stuck with it")
     with opened_to_look(given) as ledger:
+        if given.stuck:
+            return stuck(given, ledger)
         records = ledger.runs(given.status)
         limit = given.limit if given.limit is not None else 0 if given.json else 50
         shown = records[-limit:] if limit else records
@@ -109,6 +114,7 @@ def _described(record: agent_run_ledger.RunRecord, is_seen: bool) -> str:
         ("steps", record.total_steps),
         ("created", when(record.created_at) if record.created_at else None),
         ("updated", when(record.updated_at) if record.updated_at else None),
+        ("queue", record.queue and record.queue + queued(record)),
         ("owner", owner),
         ("fencing token", record.fencing_token),
         ("result", None if record.result is None else repr(record.result)),

@@ -11,6 +11,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import agent_run_ledger
+from agent_run_ledger.cli.options import some_seconds
 from agent_run_ledger.cli.shell import OK, PROBLEM
 from agent_run_ledger.cli.terminal import Progress, as_json, counted, plain, table
 
@@ -65,18 +66,12 @@ def add(add: Callable[..., argparse.ArgumentParser]) -> None:
     )
     command.add_argument("module", metavar="MODULE[:LEDGER]")
     command.add_argument(
-        "--timeout", metavar="SECONDS", type=_seconds, default=10.0, help="how long one replay may take (default: 10)"
+        "--timeout",
+        metavar="SECONDS",
+        type=some_seconds,
+        default=10.0,
+        help="how long one replay may take (default: 10)",
     )
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < 1e6:
-        raise argparse.ArgumentTypeError(f"a number of seconds is needed, not {plain(text)[:60]!r}")
-    return seconds
 
 
 def _print(forecast: Forecast) -> None:

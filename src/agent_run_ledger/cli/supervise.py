@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import shlex
 import sys
@@ -13,6 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from agent_run_ledger.cli.options import number, seconds
 from agent_run_ledger.cli.shell import VARIABLE, UsageError
 from agent_run_ledger.cli.terminal import plain
 from agent_run_ledger.model import MIN_FREE
@@ -73,7 +73,7 @@ def add(add_command: Callable[..., argparse.ArgumentParser]) -> None:
     _add_seconds(restarts, "--backoff-cap", "but is never longer than this (default: 30)")
     _add_seconds(restarts, "--healthy", "having lived this long, CMD has the first wait again (default: 60)")
     restarts.add_argument(
-        "--max-deaths", metavar="N", type=_number, help="give up at this many deaths (default: 10) ..."
+        "--max-deaths", metavar="N", type=number, help="give up at this many deaths (default: 10) ..."
     )
     _add_seconds(restarts, "--within", "... in this time (default: 300)")
 
@@ -95,7 +95,7 @@ def add(add_command: Callable[..., argparse.ArgumentParser]) -> None:
 
 
 def _add_seconds(group: argparse._ArgumentGroup, option: str, text: str) -> None:
-    group.add_argument(option, type=_seconds, metavar="SECONDS", help=text)
+    group.add_argument(option, type=seconds, metavar="SECONDS", help=text)
 
 
 def supervise(given: argparse.Namespace) -> int:
@@ -180,22 +180,6 @@ def _command(text: str) -> Program:
     if not words or not words[0]:
         raise argparse.ArgumentTypeError("a command is needed, not an empty string")
     return Program(words[0], tuple(words))
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if not 0 <= seconds < math.inf:
-        raise argparse.ArgumentTypeError(f"a number of seconds of at least 0 is needed, not {plain(text)[:60]!r}")
-    return seconds
-
-
-def _number(text: str) -> int:
-    if not text.isascii() or not text.isdecimal() or len(text) > 18 or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"a whole number of at least 1 is needed, not {plain(text)[:60]!r}")
-    return int(text)
 
 
 def _size(text: str) -> int:

@@ -53,6 +53,11 @@ def as_json(value: Any) -> str:
     return json.dumps(value, indent=2, default=str).replace("\x7f", "\\u007f")
 
 
+def as_json_line(value: Any) -> str:
+    """`as_json` in one line, for a stream of them."""
+    return json.dumps(value, default=str).replace("\x7f", "\\u007f")
+
+
 def counted(number: int, one: str, many: str) -> str:
     """`1 run`, `3 runs`, `no runs`."""
     return f"{number or 'no'} {one if number == 1 else many}"

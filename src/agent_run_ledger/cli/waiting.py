@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from agent_run_ledger import RunState, StoreCorrupt
-from agent_run_ledger.cli.terminal import when
+from agent_run_ledger.cli.terminal import took, when
 
 if TYPE_CHECKING:
     from agent_run_ledger import AgentRunLedger, RunRecord, StepRecord
     from agent_run_ledger.model import PlannedAction
 
-Kind = Literal["time", "signal", "approval", "receipt", "resolve", "release", "program"]
+Kind = Literal["time", "signal", "approval", "receipt", "resolve", "release", "program", "worker"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +37,8 @@ class Wait:
 
 
 def waits_of(ledger: AgentRunLedger, record: RunRecord, steps: Sequence[StepRecord] | None = None) -> list[Wait]:
-    """What the run waits for; nothing where it has ended, where somebody works on it, and where its log cannot be read."""
-    if record.is_damaged or RunState(record.status).is_terminal:
+    """What the run waits for; nothing where it has ended or moved, where somebody works on it, and where its log cannot be read."""
+    if record.is_damaged or record.moved_to is not None or RunState(record.status).is_terminal:
         return []
     if record.status == RunState.QUARANTINE:
         what = f"somebody who lets it out of quarantine: {record.cause or 'it was halted on suspicion'}"
@@ -53,7 +53,29 @@ def waits_of(ledger: AgentRunLedger, record: RunRecord, steps: Sequence[StepReco
         return []
     known = {step.step_number: step for step in steps}
     waits = [_wait(record, action, known.get(action.step_number)) for action in planned]
-    return waits or [Wait("program", "its program" + (f", which was left by {record.cause}" if record.cause else ""))]
+    because = f", which was left by {record.cause}" if record.cause else ""
+    waits = waits or [Wait("program", f"its program{because}")]
+    return waits if record.queue is None else [_by_worker(record, wait) for wait in waits]
+
+
+def _by_worker(record: RunRecord, wait: Wait) -> Wait:
+    """What a run of a queue waits for: nobody has to start its program, but somebody may have to say that it may be begun."""
+    if wait.kind not in ("program", "receipt"):
+        return wait
+    if record.due_in_seconds is None:
+        return replace(wait, kind="program", words=("wake", record.run_id)) if wait.kind == "program" else wait
+    worker = f"a worker of queue {record.queue!r}{queued(record)}"
+    return replace(wait, kind="worker", what=worker + wait.what.removeprefix("its program"))
+
+
+def queued(record: RunRecord) -> str:
+    """When a run of a queue is due, to be read behind the queue's name; nothing where somebody works on it."""
+    due_in = record.due_in_seconds
+    if record.owner is not None:
+        return ""
+    if due_in is None:
+        return " (not due)"
+    return f" (due in {took(due_in)})" if due_in > 0 else f" (due for {took(-due_in)})"
 
 
 def _wait(record: RunRecord, action: PlannedAction, step: StepRecord | None) -> Wait:

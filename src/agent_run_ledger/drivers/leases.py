@@ -8,6 +8,7 @@ import random
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
@@ -19,7 +20,7 @@ from agent_run_ledger.engine.effects import Moment
 from agent_run_ledger.engine.history import History
 from agent_run_ledger.engine.live import LiveRun
 from agent_run_ledger.engine.log import Draft, seal
-from agent_run_ledger.errors import LeaseLost, RunNotFound, RunOwned, StoreBusy, StoreError, StoreFull, StoreUnavailable
+from agent_run_ledger.errors import LeaseLost, RunMoved, RunNotFound, RunOwned, StoreBusy, StoreError, StoreFull, StoreUnavailable
 from agent_run_ledger.model import RunState
 from agent_run_ledger.rules import canonical
 from agent_run_ledger.rules.loops import Rule
@@ -389,7 +390,8 @@ class Leases:
         if summary is not None:
             wake_in = min(_LONGEST_WAKE_SECONDS, summary.last.seq * _WAKE_SECONDS_PER_ENTRY)
             payload = canonical.encode(said)
-            self._store.post(parent, "signal", payload, str(said["by"]), self._clock.now(), due_in=wake_in)
+            with suppress(RunMoved):  # and this one with it: it is told there
+                self._store.post(parent, "signal", payload, str(said["by"]), self._clock.now(), due_in=wake_in)
 
     def held(self) -> list[HeldRun]:
         """The runs that are held now."""

@@ -12,9 +12,9 @@ from agent_run_ledger.rules.loops import Rule
 _ROWS_PER_PAGE = 500
 
 
-def pages(store: Store, run_id: str) -> Iterator[list[Row]]:
-    """The entries of a run, without the payloads that nobody keeps in memory. No transaction is held in between."""
-    seen = 0
+def pages(store: Store, run_id: str, after: int = 0) -> Iterator[list[Row]]:
+    """The entries of a run behind `after`, without the payloads that nobody keeps in memory. No transaction is held in between."""
+    seen = after
     while page := store.read(run_id, seen, limit=_ROWS_PER_PAGE, payloads_up_to=KEPT_BYTES):
         yield page
         if len(page) < _ROWS_PER_PAGE:

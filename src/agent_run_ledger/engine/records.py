@@ -97,6 +97,7 @@ def _run_record(summary: Summary) -> RunRecord:
         parent_run_id=begun.get("parent"),
         queue=head.listing.queue,
         due_in_seconds=head.due_in,
+        moved_to=head.moved_to,
     )
 
 

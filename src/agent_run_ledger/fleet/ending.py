@@ -7,6 +7,7 @@ import atexit
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
@@ -14,6 +15,12 @@ from typing import TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
     from agent_run_ledger.fleet.worker import Worker
+
+
+_AGAIN_SECONDS = 0.05
+"""A signal that comes just before a thread goes to sleep does not wake it, so it is sent again."""
+
+_LAST_SECONDS = 1.0
 
 
 class _Ending:
@@ -25,6 +32,7 @@ class _Ending:
 
     def __init__(self) -> None:
         self.workers: list[Worker] = []
+        """Those that have not ended."""
         self.number: int | None = None
         """The signal that came first."""
         self.status: int | None = None
@@ -32,12 +40,15 @@ class _Ending:
         self.is_awaited = False
         """Whether the main thread waits for the workers, and need not be told that they have ended."""
         self.over = threading.Event()
+        self.is_told = False
+        """Whether the main thread was told that they have ended."""
         self._pid = os.getpid()
         self._handlers: dict[int, Any] = {}
         """What was there before, by signal."""
         self._bell = _thread.allocate_lock()
         self._bell.acquire()
-        threading.Thread(target=self._wait, name="agent-run-ledger signals", daemon=True).start()
+        self._thread = threading.Thread(target=self._wait, name="agent-run-ledger signals", daemon=True)
+        self._thread.start()
 
     @property
     def is_ahead(self) -> bool:
@@ -46,7 +57,7 @@ class _Ending:
 
     def listen(self, number: int, default: Callable[..., Any] | signal.Handlers) -> None:
         """Handle this signal, unless somebody else does. Call in the main thread."""
-        if number not in self._handlers and signal.getsignal(number) == default:
+        if signal.getsignal(number) == default:
             self._handlers[number] = signal.signal(number, self._come)
 
     def leave(self, number: int) -> None:
@@ -56,10 +67,16 @@ class _Ending:
             if signal.getsignal(number) == self._come:
                 signal.signal(number, before)
 
+    def be_silent(self) -> None:
+        """Return when no signal will be sent any more, if one might be."""
+        if self.status is not None:
+            self._thread.join(_LAST_SECONDS)
+
     def _come(self, number: int, frame: FrameType | None) -> None:
         if self.status is not None:
+            self.is_told = True
             raise SystemExit(self.status)
-        if not self.is_ahead or all(worker.state == "stopped" for worker in self.workers):
+        if not (self.is_ahead and self.workers):
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return
@@ -75,9 +92,10 @@ class _Ending:
         number = cast(int, self.number)
         self.status = 0 if all(drained) else 128 + number
         self.over.set()
-        if not (self.is_awaited or _is_exiting):
+        while not (self.is_awaited or self.is_told or _is_exiting):
             with suppress(OSError):
                 signal.pthread_kill(cast(int, threading.main_thread().ident), number)
+            time.sleep(_AGAIN_SECONDS)
 
 
 _now: list[_Ending] = []
@@ -99,13 +117,11 @@ def guard(worker: Worker) -> None:
 
 
 def unguard(worker: Worker) -> None:
-    """The worker has ended by itself. In the main thread the signal is what it was, if this was the last one."""
-    ending = _now[-1] if _now else None
-    if ending is None or worker not in ending.workers:
-        return
-    if ending.number is None:
-        ending.workers.remove(worker)
-        if not ending.workers and _is_main():
+    """The worker has ended. In the main thread the signal is what it was, if this was the last one and none has come."""
+    for ending in _now:
+        with suppress(ValueError):  # it was forgotten before
+            ending.workers.remove(worker)
+        if not ending.workers and ending.number is None and _is_main():
             ending.leave(signal.SIGTERM)
 
 
@@ -124,12 +140,16 @@ def awaited(worker: Worker) -> Iterator[None]:
         ending.listen(signal.SIGINT, signal.default_int_handler)
         yield
         if ending.number is not None:
-            ending.over.wait()
+            while not ending.over.wait(_AGAIN_SECONDS):
+                pass
+            ending.is_told = True
             if ending.status:
                 raise SystemExit(ending.status)
     finally:
         ending.is_awaited = False
         ending.leave(signal.SIGINT)
+        if worker.state == "stopped":
+            unguard(worker)
 
 
 def _begun() -> _Ending:
@@ -142,4 +162,7 @@ def _begun() -> _Ending:
 
 @atexit.register
 def _exit() -> None:
-    _is_exiting.append(True)  # the program ends by itself: workers that are told to end meanwhile need not end it
+    """The program ends by itself: whatever drains by now has nobody to tell, and must not send a signal that nobody handles any more."""
+    _is_exiting.append(True)
+    for ending in _now:
+        ending.be_silent()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from agent_run_ledger.agents import Agent, refuse_itself
 from agent_run_ledger.drivers.context import is_in_an_event_loop
 from agent_run_ledger.engine.history import parse
-from agent_run_ledger.errors import InvalidArguments, RunClosed, RunNotEnded, StoreCorrupt
+from agent_run_ledger.errors import InvalidArguments, RunClosed, RunMoved, RunNotEnded, StoreCorrupt
 from agent_run_ledger.model import RunState
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class Handle:
         """Wait until the run has ended, for ever or for `timeout` seconds, and return its result as its agent declares it.
 
         Raises `RunClosed` where the run ends without one, and where it is in quarantine; `RunNotEnded`, a `TimeoutError`, when the time is
-        up. A run that is parked is waited for: a worker goes on with it when what it lacks has come.
+        up; `RunMoved` where it goes on in another ledger. A run that is parked is waited for: a worker goes on with it when what it lacks has come.
         """
         refuse_itself(self.run_id)
         if is_in_an_event_loop():
@@ -79,13 +79,14 @@ class _Waiting:
         self._pause = _FIRST_PAUSE_SECONDS
 
     def is_over(self) -> bool:
-        """Whether the run has ended. Raises `RunNotEnded` when the time is up, and `RunNotFound`."""
+        """Whether the run has ended. Raises `RunNotEnded` when the time is up, `RunNotFound` and `RunMoved`."""
         run_id = self._handle.run_id
         if self._seen:
             rows = self._store.read(run_id, self._seen, payloads_up_to=0)
             last = rows[-1] if rows else None
+            head = self._store.head(run_id) if not rows and self._pause == _LONGEST_PAUSE_SECONDS else None
         else:
-            last = self._handle._ledger._summary(run_id).last
+            head, _, last = self._handle._ledger._summary(run_id)
         if last is not None:
             self._seen = last.seq
             try:
@@ -96,6 +97,8 @@ class _Waiting:
                 ) from error
             if state.is_terminal or state is RunState.QUARANTINE:
                 return True
+        if head is not None and head.moved_to is not None:
+            raise RunMoved(run_id, head.moved_to)
         if self._until is not None and self._clock.elapsed() >= self._until:
             record = self._handle._ledger.get_run(run_id)
             raise RunNotEnded(run_id, self._timeout or 0.0, record.status, standing(record))

@@ -23,8 +23,7 @@ class Health:
     """`GET /healthz` is 200 while the worker's loop goes round, `GET /readyz` while it takes what is due; else 503, with the reason."""
 
     def __init__(self, worker: Worker, address: tuple[str, int]) -> None:
-        if [type(each) for each in address] != [str, int] or not 0 <= address[1] < 65536:
-            raise InvalidArguments(f'health is an address, like ("127.0.0.1", 8080), not {address!r}')
+        _check(address)
         self._server = _Server(address, worker)
         self.address: tuple[str, int] = self._server.server_address[:2]  # type: ignore[assignment] # bytes are for Unix sockets
         """Where it listens; the port that was found where 0 was given."""
@@ -36,6 +35,13 @@ class Health:
         """Stop listening."""
         self._server.shutdown()
         self._server.server_close()
+
+
+def _check(address: object) -> None:
+    match address:
+        case (str(), int(port)) if type(port) is int and 0 <= port < 65536:
+            return
+    raise InvalidArguments(f'health is an address, like ("127.0.0.1", 8080), not {address!r}')
 
 
 class _Server(ThreadingHTTPServer):

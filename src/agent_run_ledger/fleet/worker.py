@@ -46,6 +46,7 @@ SILENT_SECONDS = 30.0
 _STRAY_SECONDS = 5.0
 """After which a run may be taken again whose work could not be begun, or ended in no good order."""
 _LONGEST_POLL_SECONDS = 3600.0
+_LISTENING_SECONDS = 0.5
 _MARGIN_SECONDS = 5.0
 """Beyond the time to drain, whoever stops a worker waits so long for its last words."""
 
@@ -114,17 +115,19 @@ class Worker:
         """Whether the store was away when it was asked last."""
         self._loop: Loop | None = None
         self._beats_at = self._sweeps_at = self._ticked_at = self._answered_at = self._clock.elapsed()
-        try:
-            self._say()
-        except StoreReadOnly:
-            raise
-        except StoreError:
-            pass  # it may be away for a while, as at any time
         self._health: Health | None = None
         if health is not None:
             from agent_run_ledger.fleet.health import Health
 
             self._health = Health(self, health)
+        try:
+            self._say()
+        except StoreReadOnly:
+            if self._health is not None:
+                self._health.close()
+            raise
+        except StoreError:
+            pass  # it may be away for a while, as at any time
         threading.Thread(target=Context().run, args=(self._live,), name=f"worker {self.name}", daemon=True).start()
         ledger._workers.add(self)
         ending.guard(self)
@@ -154,6 +157,11 @@ class Worker:
             return list(self._slots)
 
     @property
+    def agents(self) -> list[str]:
+        """The names of the agents that it knows by now."""
+        return sorted(self._ledger._agents)
+
+    @property
     def health_address(self) -> tuple[str, int] | None:
         """Where it says how it is, if it was given an address: host, and the port that was found where 0 was given."""
         return self._health.address if self._health is not None else None
@@ -179,7 +187,7 @@ class Worker:
             return True
         if not self._is_called_by_itself():
             self.wait(self._longest(timeout))
-            ending.unguard(self)
+            ending.unguard(self)  # here, too: only the main thread may say what a signal does
         return self._is_drained
 
     def wait(self, timeout: float | None = None) -> bool:
@@ -193,7 +201,8 @@ class Worker:
         program has a handler of its own are left to that.
         """
         with ending.awaited(self):
-            self.wait()
+            while not self.wait(_LISTENING_SECONDS):  # a signal that comes just before a wait is only handled behind it
+                pass
 
     def _longest(self, timeout: float | None) -> float | None:
         if self._drain_seconds is None:
@@ -232,6 +241,7 @@ class Worker:
             if self._health is not None:
                 self._health.close()
             self._home._workers.discard(self)
+            ending.unguard(self)
             self._over.set()
 
     def _try(self, act: Callable[[], None]) -> None:
@@ -298,7 +308,7 @@ class Worker:
 
     def _end(self) -> None:
         """Wait for what is in flight, as long as that may take, and leave."""
-        began = self._clock.elapsed()
+        began = self._beats_at = self._clock.elapsed()  # others are told at once
         while self._slots:
             lasted = self._clock.elapsed() - began
             if self._drain_seconds is not None and lasted >= self._drain_seconds:
@@ -342,8 +352,9 @@ class Worker:
     def _until_house(self) -> float:
         """Seconds until there is something of that to be done."""
         times = [slot.again_at for slot in list(self._slots.values()) if slot.again_at is not None]
-        next_time = min(self._beats_at, *times, *(() if self._is_stopping else (self._sweeps_at,)))
-        return max(0.0, next_time - self._clock.elapsed())
+        if not self._is_stopping:
+            times.append(self._sweeps_at)
+        return max(0.0, min([self._beats_at, *times]) - self._clock.elapsed())
 
     def _say(self) -> None:
         """Tell others that it lives, and what it does."""
@@ -355,7 +366,7 @@ class Worker:
             "state": self.state,
             "queues": self.queues,
             "limits": {each.name: each[1:] for each in self._terms if each.is_limited},
-            "agents": sorted(self._ledger._agents),
+            "agents": self.agents,
             "concurrency": self.concurrency,
             "running": running[:MOST_RUNNING],
             "running_count": len(running),

@@ -34,8 +34,8 @@ def open_store(
             from agent_run_ledger.stores.postgres import PostgresStore
         except ImportError as error:
             raise StoreError(
-                f"a ledger on PostgreSQL needs psycopg ({error}); nothing was opened. Install the extra from a checkout of this project: "
-                '`pip install "agent-run-ledger[postgres] @ file:///PATH/TO/CHECKOUT"`.'
+                f"a ledger on PostgreSQL needs psycopg ({error}); nothing was opened. Install the extra in the checkout of this project: "
+                'pip install ".[postgres]"'
             ) from error
         return PostgresStore(name, outage_seconds=outage_seconds, read_only=read_only)
     from agent_run_ledger.stores.sqlite import SqliteStore

@@ -9,7 +9,15 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from agent_run_ledger.contract import Append, Beat, Head, Lease, Listing, QueueTerms, Request, Row, Summary
-from agent_run_ledger.errors import LeaseLost, LedgerError, RunNotFound, RunOwned, StoreError, StoreUnavailable
+from agent_run_ledger.errors import (
+    LeaseLost,
+    LedgerError,
+    RunMoved,
+    RunNotFound,
+    RunOwned,
+    StoreError,
+    StoreUnavailable,
+)
 from agent_run_ledger.stores import lifetime
 from agent_run_ledger.stores.clock import SystemClock
 
@@ -32,6 +40,7 @@ class _Run:
     """When a worker may take it, in seconds of the elapsed clock."""
     requests: list[Request] = field(default_factory=list)
     note: str | None = None
+    moved_to: str | None = None
 
 
 class MemoryStore:
@@ -86,16 +95,24 @@ class MemoryStore:
         rows = [row for page in pages for row in page]
         with self._mutex:
             self._refuse_if_closed()
-            if run_id in self._runs:
+            here = self._runs.get(run_id)
+            if here is not None and here.moved_to is None:
                 return False
-            _refuse_gaps([], rows)
-            run = self._runs[run_id] = _Run(None, token, 0.0, 0.0, secret, rows, listing, None, list(requests))
+            before, asked = ([], []) if here is None else (here.rows, here.requests)
+            _refuse_gaps(before, rows)
+            run = _Run(None, token, 0.0, 0.0, secret, before + rows, listing, None, [*asked, *requests])
+            self._runs[run_id] = run
             self._be_due(run, due_in)
             return True
 
+    def move_away(self, run_id: str, token: int, place: str) -> None:
+        with self._mutex:
+            run = self._fenced(run_id, token)
+            run.owner, run.due, run.moved_to = None, None, place
+
     def claim(self, run_id: str, owner: str, lease_seconds: float) -> Lease:
         with self._mutex:
-            run = self._run(run_id)
+            run = self._run(run_id, is_here=True)
             elapsed = self.clock.elapsed()
             if run.owner != owner:
                 if run.owner is not None and run.until > elapsed:
@@ -175,7 +192,7 @@ class MemoryStore:
 
     def post(self, run_id: str, kind: str, payload: bytes, who: str, at: float, *, due_in: float = 0.0) -> int:
         with self._mutex:
-            run = self._run(run_id)
+            run = self._run(run_id, is_here=True)
             run.requests.append(Request(len(run.requests) + 1, kind, payload, who, at))
             due = self.clock.elapsed() + due_in
             if run.due is None or due < run.due:
@@ -324,11 +341,14 @@ class MemoryStore:
         if self._is_closed:
             raise StoreUnavailable("this ledger in memory is closed, and what was in it is gone; nothing was done.")
 
-    def _run(self, run_id: str) -> _Run:
+    def _run(self, run_id: str, *, is_here: bool = False) -> _Run:
+        """The run. Raises `RunNotFound`, and where it should be `is_here` and was moved away, `RunMoved`."""
         self._refuse_if_closed()
         run = self._runs.get(run_id)
         if run is None:
             raise RunNotFound(run_id)
+        if is_here and run.moved_to is not None:
+            raise RunMoved(run_id, run.moved_to)
         return run
 
     def _fenced(self, run_id: str, token: int) -> _Run:
@@ -349,6 +369,7 @@ class MemoryStore:
             idle_seconds=max(0.0, elapsed - (run.until - run.seconds)) if run.owner is not None else None,
             lease_left=run.until - elapsed if run.owner is not None else None,
             due_in=run.due - elapsed if run.due is not None else None,
+            moved_to=run.moved_to,
         )
 
 

@@ -22,11 +22,11 @@ OBJECTS = "SELECT type || ' ' || name, sql FROM sqlite_master WHERE sql IS NOT N
 # Who may not write an older file reads it as if it had been brought up to date, through what stands here in the place of its tables.
 _STAND_INS = """
 CREATE TEMP VIEW runs AS
-SELECT r.rowid AS rowid, r.*, NULL AS queue, 0 AS priority, NULL AS key, NULL AS due,
+SELECT r.rowid AS rowid, r.*, NULL AS queue, 0 AS priority, NULL AS key, NULL AS due, NULL AS moved_to,
     said_in((SELECT body FROM entries WHERE run_id = r.run_id AND seq = 1), 'at') AS created_at,
     said_in((SELECT body FROM entries WHERE run_id = r.run_id AND seq = 1), 'agent') AS agent
 FROM main.runs r;
-CREATE TEMP TABLE boots (boot, began, ahead);
+CREATE TEMP TABLE boots (boot, ahead, reached, news);
 CREATE TEMP TABLE workers (worker, said, beat);
 """
 _STOOD_IN_BEFORE = 3

@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from agent_run_ledger.contract import Append, Beat, Head, Lease, Listing, QueueTerms, Request, Row, Summary
-from agent_run_ledger.errors import LeaseLost, LedgerError, RunNotFound, RunOwned, StoreError
+from agent_run_ledger.errors import LeaseLost, LedgerError, RunMoved, RunNotFound, RunOwned, StoreError
 from agent_run_ledger.stores import lifetime
 from agent_run_ledger.stores.clock import boot_id
 from agent_run_ledger.stores.connections import FULL, NORMAL, Connections
@@ -47,7 +47,13 @@ WHERE run_id = ?1 AND fencing_token = ?2 AND owner IS NOT NULL
 RETURNING queue
 """
 
-_LEASE = "SELECT owner, fencing_token, lease_until, lease_seconds, lease_boot FROM runs WHERE run_id = ?"
+_MOVE_AWAY = """
+UPDATE runs SET owner = NULL, due = NULL, moved_to = ?3
+WHERE run_id = ?1 AND fencing_token = ?2 AND owner IS NOT NULL
+RETURNING 1
+"""
+
+_LEASE = "SELECT owner, fencing_token, lease_until, lease_seconds, lease_boot, moved_to FROM runs WHERE run_id = ?"
 _EPOCH = "SELECT value FROM meta WHERE key = 'epoch'"
 _SECRET = "SELECT secret FROM secrets WHERE run_id = ?"
 
@@ -55,7 +61,7 @@ _SECRET = "SELECT secret FROM secrets WHERE run_id = ?"
 _HEAD = """r.run_id, r.owner, r.fencing_token, r.inbox, r.note, r.created_at, r.agent, r.queue, r.priority, r.key,
     CASE WHEN r.owner IS NOT NULL AND r.lease_boot = ?2 THEN max(0.0, ?3 - (r.lease_until - r.lease_seconds)) END,
     CASE WHEN r.owner IS NOT NULL AND r.lease_boot = ?2 THEN r.lease_until - ?3 END,
-    r.due - ?4"""
+    r.due - ?4, r.moved_to"""
 _HEAD_OF = f"SELECT {_HEAD} FROM runs r WHERE r.run_id = ?1"
 
 _SUMMARIES = f"""
@@ -83,7 +89,7 @@ SELECT 'run ' || quote(run_id) || ' has a payload that no entry names' FROM (
 # One writer per run: others only put requests here, move the counter, the one column that needs no token, and bring a worker to it.
 _POST = """
 UPDATE runs SET inbox = inbox + 1, due = CASE WHEN queue IS NOT NULL THEN min(coalesce(due, ?2), ?2) END
-WHERE run_id = ?1 RETURNING inbox, queue
+WHERE run_id = ?1 AND moved_to IS NULL RETURNING inbox, queue
 """
 _INBOX = "INSERT INTO inbox (run_id, id, kind, payload, who, at) VALUES (?, ?, ?, ?, ?, ?)"
 
@@ -163,17 +169,32 @@ class SqliteStore:
     ) -> bool:
         def work(db: sqlite3.Connection) -> bool:
             due = None if due_in is None else self._timeline.now() + due_in
-            is_made = self._log.make(db, run_id, token, secret, listing, spooled, due=due, inbox=len(requests))
+            inbox = len(requests)
+            is_made = self._log.bring_back(db, run_id, token, spooled, due=due, inbox=inbox) or self._log.make(
+                db, run_id, token, secret, listing, spooled, due=due, inbox=inbox
+            )
             if is_made:
                 asked = ((run_id, each.id, each.kind, each.payload, each.who, each.at) for each in requests)
                 db.executemany(_INBOX, asked)
-                self._news.put(db)
+                self._timeline.mark(db, is_news=True)
             return is_made
 
         with kept_aside(pages) as spooled:  # who reads from elsewhere holds no lock meanwhile
             is_made = self._files.write(FULL, work)
         self._news.tell()
         return is_made
+
+    def move_away(self, run_id: str, token: int, place: str) -> None:
+        if self._holding.is_inherited(run_id, token):
+            raise LeaseLost(run_id, token)
+
+        def work(db: sqlite3.Connection) -> None:
+            if db.execute(_MOVE_AWAY, (run_id, token, place)).fetchone() is None:
+                is_known = db.execute(_LEASE, (run_id,)).fetchone() is not None
+                raise LeaseLost(run_id, token) if is_known else RunNotFound(run_id)
+
+        self._files.write(FULL, work)
+        self._holding.lose(run_id, token)
 
     def claim(self, run_id: str, owner: str, lease_seconds: float) -> Lease:
         owner = self._holding.own_name(owner)
@@ -219,7 +240,7 @@ class SqliteStore:
             self._holding.lose(run_id, token)  # where it fails and is ours still, a claim takes it from ourselves
             is_news = released is not None and released[0] is not None  # of a queue: if not to be taken, it made room
             if is_news:
-                self._news.put(db)
+                self._timeline.mark(db, is_news=True)
             return is_news
 
         if self._files.write(NORMAL, work):
@@ -256,7 +277,7 @@ class SqliteStore:
         while True:
             page = self._files.ask(statement, key, *self._times())
             for found in page:
-                yield Summary(_head(found[1:14]), Row._make(found[14:24]), Row._make(found[24:]))
+                yield Summary(_head(found[1:15]), Row._make(found[15:25]), Row._make(found[25:]))
             if run_id is not None or len(page) < _SUMMARIES_PER_PAGE:
                 return
             key = page[-1][0]
@@ -265,11 +286,12 @@ class SqliteStore:
         def work(db: sqlite3.Connection) -> int:
             counted = db.execute(_POST, (run_id, self._timeline.now() + due_in)).fetchone()
             if counted is None:
-                raise RunNotFound(run_id)
+                *_, place = db.execute(_LEASE, (run_id,)).fetchone() or (None,)
+                raise RunMoved(run_id, place) if place is not None else RunNotFound(run_id)
             number, queue = counted
             db.execute(_INBOX, (run_id, number, kind, payload, who, at))
             if queue is not None:
-                self._news.put(db)
+                self._timeline.mark(db, is_news=True)
             return int(number)
 
         number = self._files.write(FULL, work)
@@ -353,7 +375,10 @@ class SqliteStore:
         found = db.execute(_LEASE, (run_id,)).fetchone()
         if found is None:
             raise RunNotFound(run_id)
-        held = Held(*found)
+        *columns, place = found
+        if place is not None:
+            raise RunMoved(run_id, place)
+        held = Held(*columns)
         holder, token = held.owner, held.token
         elapsed = self.clock.elapsed()
         lease = (elapsed + lease_seconds, lease_seconds, boot_id())
@@ -418,5 +443,5 @@ class SqliteStore:
 
 
 def _head(found: Sequence[Any]) -> Head:
-    run_id, owner, token, inbox, note, *listing, idle_seconds, lease_left, due_in = found
-    return Head(run_id, owner, token, inbox, note, Listing(*listing), idle_seconds, lease_left, due_in)
+    run_id, owner, token, inbox, note, *listing, idle_seconds, lease_left, due_in, place = found
+    return Head(run_id, owner, token, inbox, note, Listing(*listing), idle_seconds, lease_left, due_in, place)

@@ -53,6 +53,14 @@ WHERE NOT EXISTS (SELECT 1 FROM runs WHERE run_id = ?1)
 RETURNING 1
 """
 
+# Nobody else can have written to it since it was moved away.
+_COME_BACK = """
+UPDATE runs SET moved_to = NULL, fencing_token = max(fencing_token, ?2), inbox = inbox + ?3,
+    due = CASE WHEN queue IS NOT NULL THEN ?4 END
+WHERE run_id = ?1 AND moved_to IS NOT NULL
+RETURNING 1
+"""
+
 # The same bytes may come again after they were erased.
 _KEEP_PAYLOAD = """
 INSERT INTO payloads (run_id, digest, bytes) VALUES (?, ?, ?)
@@ -124,6 +132,23 @@ class Log:
         if db.execute(_MAKE, (run_id, token, *held, *listing, due, inbox)).fetchone() is None:
             return False
         db.execute("INSERT INTO secrets (run_id, secret) VALUES (?, ?)", (run_id, secret))
+        for rows in pages:
+            self._insert(db, run_id, rows)
+        return True
+
+    def bring_back(
+        self,
+        db: sqlite3.Connection,
+        run_id: str,
+        token: int,
+        pages: Iterable[Sequence[Row]],
+        *,
+        due: float | None,
+        inbox: int,
+    ) -> bool:
+        """Add to a run that was moved away what has become of it, in this transaction; False where there is no such run."""
+        if db.execute(_COME_BACK, (run_id, token, inbox, due)).fetchone() is None:
+            return False
         for rows in pages:
             self._insert(db, run_id, rows)
         return True

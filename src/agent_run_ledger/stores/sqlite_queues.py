@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from agent_run_ledger.contract import Clock
 
 _FORGOTTEN_SECONDS = 86_400.0
-_LOOK_SECONDS = 0.02
-"""How often who waits looks whether another process has news: a look costs some 20 µs."""
+_LOOK_SECONDS = 0.025
+"""How often who waits looks whether another process has news. Each look and the sleep before it cost some 0.15 ms of a core."""
 
 # The lanes of one queue: agents and priorities of which a run waits. Each is found by one step in the index `runs_that_wait`, however
 # many runs there are.
@@ -69,7 +69,7 @@ SELECT min((
 
 _BUSY_KEYS = "SELECT key, count(*) FROM runs WHERE owner IS NOT NULL AND due IS NOT NULL AND queue = ? GROUP BY key"
 _BUSY = """
-SELECT run_id, owner, fencing_token, lease_until, lease_seconds, lease_boot FROM runs
+SELECT run_id, owner, fencing_token, lease_until, lease_seconds, lease_boot FROM runs INDEXED BY runs_that_are_busy
 WHERE owner IS NOT NULL AND due IS NOT NULL
 """
 
@@ -80,8 +80,7 @@ UPDATE runs SET owner = ?, lease_until = ?, lease_seconds = ?, lease_boot = ?, n
 WHERE run_id = ? RETURNING fencing_token, (SELECT secret FROM secrets s WHERE s.run_id = runs.run_id)
 """
 
-_NEWS = "SELECT value FROM meta WHERE key = 'news'"
-_TELL = "UPDATE meta SET value = value + 1 WHERE key = 'news'"
+_NEWS = "SELECT sum(news) FROM boots"
 
 _BEAT = """
 INSERT INTO workers (worker, said, beat) VALUES (?, ?, ?)
@@ -115,10 +114,6 @@ class News:
         self._woken = 0
         self._waiting: deque[SimpleQueue[None]] = deque()
         self._seen = threading.local()
-
-    def put(self, db: sqlite3.Connection) -> None:
-        """Let other processes know, with the commit of this transaction."""
-        db.execute(_TELL)
 
     def tell(self) -> None:
         """Let the threads that wait in this process look at once."""
@@ -178,7 +173,7 @@ class SqliteQueues:
             (epoch,) = db.execute("SELECT value FROM meta WHERE key = 'epoch'").fetchone()
             is_made = self._log.make(db, run_id, epoch * 2**20, secret, listing, [rows], due=due)
             if is_made:
-                self._news.put(db)
+                self._timeline.mark(db, is_news=True)
             return is_made
 
         self._files.refuse_reentry()
@@ -211,7 +206,6 @@ class SqliteQueues:
                 raise self._files.failed(error) from error
             for lease in leases:
                 self._holding.gain(lease.run_id, lease.token)
-                self._log.noted.discard(lease.run_id)
         return leases
 
     def next_due(self, queues: Sequence[str], agents: Sequence[str]) -> float | None:
@@ -245,6 +239,7 @@ class SqliteQueues:
             now = self._timeline.now()
             db.execute("DELETE FROM workers WHERE beat <= ?", (now - _FORGOTTEN_SECONDS,))
             db.execute(_BEAT, (worker, said, now))
+            self._timeline.mark(db, is_news=False)
 
         self._files.write(NORMAL, work)
 
@@ -293,12 +288,12 @@ class SqliteQueues:
             taken = 0
             for run in runs:
                 if _is_full(terms[run.queue], busy[run.queue], run.key):
-                    break  # by those that were taken just now: what stands behind them in their lanes comes before the rest
+                    continue  # by those that were taken just now
                 busy[run.queue][run.key] += 1
                 ((token, run_secret),) = ask(_TAKE, *held, run.run_id)
                 leases.append(Lease(run.run_id, owner, token, run_secret or b"", run.agent))
                 taken += 1
-            if taken in (0, len(runs)):
+            if taken in (0, len(runs)):  # else there may be others behind those that had to be left
                 return leases
 
     def _dead(self, db: sqlite3.Connection) -> Iterator[tuple[str, int]]:
@@ -315,7 +310,7 @@ class SqliteQueues:
             self._holding.lose(run_id, token)
             freed += 1
         self._holding.free_dead(db)
-        self._news.put(db)
+        self._timeline.mark(db, is_news=True)
         return freed
 
     def _look_up_made(self, error: sqlite3.Error | OSError, run_id: str, secret: bytes) -> bool:

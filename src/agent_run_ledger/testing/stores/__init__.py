@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from agent_run_ledger.testing.stores.entries import EntriesContract
 from agent_run_ledger.testing.stores.looking import LookingContract
+from agent_run_ledger.testing.stores.moving import MovingContract
 from agent_run_ledger.testing.stores.ownership import OwnershipContract
 from agent_run_ledger.testing.stores.queues import QueuesContract
 from agent_run_ledger.testing.stores.together import TogetherContract
@@ -11,7 +12,13 @@ from agent_run_ledger.testing.stores.workers import WorkersContract
 
 
 class StoreContract(
-    OwnershipContract, EntriesContract, TogetherContract, LookingContract, QueuesContract, WorkersContract
+    OwnershipContract,
+    EntriesContract,
+    TogetherContract,
+    LookingContract,
+    QueuesContract,
+    WorkersContract,
+    MovingContract,
 ):
     """The conformance suite of `contract.Store`: a subclass per store, with pytest fixtures `store` and `clock`.
 
