@@ -128,9 +128,9 @@ class Worker:
             raise
         except StoreError:
             pass  # it may be away for a while, as at any time
-        threading.Thread(target=Context().run, args=(self._live,), name=f"worker {self.name}", daemon=True).start()
         ledger._workers.add(self)
-        ending.guard(self)
+        ending.guard(self)  # before it works on anything
+        threading.Thread(target=Context().run, args=(self._live,), name=f"worker {self.name}", daemon=True).start()
 
     def __repr__(self) -> str:
         return f"<Worker {self.name!r} of {', '.join(self.queues)}: {self.state}, {len(self._slots)} of {self.concurrency} runs>"
