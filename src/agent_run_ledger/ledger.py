@@ -384,7 +384,9 @@ class Ledger(Operator):
         if isinstance(to, Ledger):
             return Copying(self, to._store, told).run(run_id, children=children)
         if os.fspath(to) == ":memory:":
-            raise ValueError("a ledger in memory that nobody else has would be gone at once: give a path, or an open ledger")
+            raise ValueError(
+                "a ledger in memory that nobody else has would be gone at once: give a path, or an open ledger"
+            )
         store = open_store(to, durability="full", clock=self._clock, outage_seconds=self._outage_seconds)
         try:
             return Copying(self, store, told).run(run_id, children=children)
