@@ -7,7 +7,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -28,7 +28,7 @@ from agent_run_ledger.engine.history import KEPT_BYTES
 from agent_run_ledger.errors import LedgerError, PayloadTooLarge, StoreUnavailable
 from agent_run_ledger.stores.memory import MemoryStore
 from agent_run_ledger.testing import FakeClock
-from support.ledgers import GOAL, RUN, Bench, Died, never, program, raw
+from support.ledgers import GOAL, RUN, Bench, Died, never, program
 from support.processes import environment
 
 SIZES = [KEPT_BYTES - 2, KEPT_BYTES - 1, 60_000, 70_000, 1_000_000]
@@ -42,19 +42,16 @@ def text(size: int, letter: str = "ä") -> str:
 
 def erase(bench: Bench, kind: str) -> None:
     """What an operator does to the payloads of a run."""
-    if isinstance(store := bench.store(), MemoryStore):
-        rows = store._runs[RUN].rows
+    if bench.kind == "memory":
+        rows = cast("MemoryStore", bench.store())._runs[RUN].rows
         rows[:] = [
             row._replace(payload=None, digest=None, fingerprint=None) if row.kind == kind else row for row in rows
         ]
         return
-    store.close()
-    with raw(bench.path) as connection:
-        connection.execute(
-            "UPDATE payloads SET bytes = NULL WHERE digest IN (SELECT digest FROM entries WHERE kind = ?)", (kind,)
-        )
-        erased = "payload = NULL, digest = NULL, fingerprint = NULL, encoding = NULL"
-        connection.execute(f"UPDATE entries SET {erased} WHERE kind = ?", (kind,))
+    bench.execute(
+        f"UPDATE payloads SET bytes = NULL WHERE digest IN (SELECT digest FROM entries WHERE kind = '{kind}')",
+        f"UPDATE entries SET payload = NULL, digest = NULL, fingerprint = NULL, encoding = NULL WHERE kind = '{kind}'",
+    )
 
 
 def fetched(ledger: AgentRunLedger) -> list[int]:

@@ -2,18 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 from urllib.parse import urlsplit
 
+import psycopg
 import pytest
+from psycopg.types.numeric import Int8BinaryDumper, Int8Dumper
 
-from agent_run_ledger.contract import Store
-from agent_run_ledger.stores.postgres import PostgresStore
-from agent_run_ledger.testing import StoreContract
+from agent_run_ledger.contract import QueueTerms, Store
+from agent_run_ledger.errors import LeaseLost, RunOwned, StoreError, StoreReadOnly
+from agent_run_ledger.stores.postgres import PostgresStore, queues
+from agent_run_ledger.stores.postgres.connections import MOST_CONNECTIONS, place_of, timed
+from agent_run_ledger.testing import StoreContract, a_row
+from agent_run_ledger.testing.stores.words import (
+    LISTING,
+    SECRET,
+    claim_due,
+    create,
+    enqueue,
+    head_of,
+    in_threads,
+    note_of,
+    refuses,
+)
 from support.clocks import DatabaseClock, ledger_with_a_clock
+from support.daemons import wait_until
 from support.databases import Databases, databases
 from support.pgbouncer import PgBouncer
 from support.postgres import Server
+from support.processes import environment
 
 
 @pytest.fixture
@@ -63,3 +86,441 @@ class TestPostgresStoreBehindPgBouncer(StoreContract):
         store = PostgresStore(pooler.dsn(urlsplit(dsn).path[1:]), outage_seconds=5.0, _now=DatabaseClock.SQL)
         yield store
         store.close()
+
+
+# --- what only two connections can show -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def store(dsn: str) -> Iterator[PostgresStore]:
+    store = PostgresStore(dsn, outage_seconds=20.0, _now=DatabaseClock.SQL)
+    yield store
+    store.close()
+
+
+def waiting(connection: psycopg.Connection) -> int:
+    """How many sessions of this database wait for a lock."""
+    ((count,),) = connection.execute(
+        "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND datname = current_database()"
+    ).fetchall()
+    return int(count)
+
+
+def held_open(store: PostgresStore, connection: psycopg.Connection, act: Callable[[PostgresStore], object]) -> None:
+    """Do what `act` does with a store in a transaction of this connection, which stays open."""
+    link = as_link(connection)
+    link.execute("SELECT 1")  # so that what opens a transaction opens none of its own
+    idle, store._links._idle = store._links._idle, [link]
+    try:
+        act(store)
+    finally:
+        store._links._idle = idle
+
+
+def as_link(connection: psycopg.Connection) -> Any:
+    for dumper in (Int8Dumper, Int8BinaryDumper):
+        connection.adapters.register_dumper(int, dumper)
+    return connection
+
+
+def in_a_thread(call: Callable[[], object]) -> tuple[threading.Thread, list[object]]:
+    """A thread that does this, and a list that will hold what it returned or raised."""
+    outcome: list[object] = []
+
+    def work() -> None:
+        try:
+            outcome.append(call())
+        except BaseException as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    return thread, outcome
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_a_claim_waits_for_an_append_that_is_under_way_and_its_owner_reads_it(
+    together: bool, store: PostgresStore, dsn: str, clock: DatabaseClock
+) -> None:
+    old = create(store, "r", lease_seconds=10.0)
+    clock.advance(11.0)
+    rows = [a_row(2), a_row(3)] if together else [a_row(2)]
+    with psycopg.connect(dsn) as writing, psycopg.connect(dsn, autocommit=True) as looking:
+        held_open(store, writing, lambda s: s.append("r", old.token, 0, rows, synced=True))
+        thread, outcome = in_a_thread(lambda: (store.claim("r", "b", 30.0), store.read("r")))
+        wait_until(lambda: waiting(looking) == 1, "the claim to wait")
+        writing.commit()
+        thread.join(60)
+    ((lease, read),) = outcome
+    assert lease.token > old.token
+    assert [row.seq for row in read] == [1, *(row.seq for row in rows)]
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_an_append_waits_for_a_claim_that_is_under_way_and_is_refused(
+    together: bool, store: PostgresStore, dsn: str, clock: DatabaseClock
+) -> None:
+    old = create(store, "r", lease_seconds=10.0)
+    clock.advance(11.0)
+    rows = [a_row(2), a_row(3)] if together else [a_row(2)]
+    with psycopg.connect(dsn) as claiming, psycopg.connect(dsn, autocommit=True) as looking:
+        held_open(PostgresStore(dsn, _now=DatabaseClock.SQL), claiming, lambda s: s.claim("r", "b", 30.0))
+        thread, outcome = in_a_thread(lambda: store.append("r", old.token, 0, rows, synced=True))
+        wait_until(lambda: waiting(looking) == 1, "the append to wait")
+        claiming.commit()
+        thread.join(60)
+    assert isinstance(outcome[0], LeaseLost)
+    assert len(store.read("r")) == 1
+
+
+def test_a_post_waits_for_an_append_that_is_under_way_and_the_next_append_sees_it(
+    store: PostgresStore, dsn: str
+) -> None:
+    token = create(store, "r").token
+    with psycopg.connect(dsn) as writing, psycopg.connect(dsn, autocommit=True) as looking:
+        held_open(store, writing, lambda s: s.append("r", token, 0, [a_row(2)], synced=True))
+        thread, outcome = in_a_thread(lambda: store.post("r", "cancel", b"", "operator", 1.0))
+        wait_until(lambda: waiting(looking) == 1, "the request to wait")
+        writing.commit()
+        thread.join(60)
+    assert outcome == [1]
+    assert store.append("r", token, 0, [a_row(3)], synced=True) is False
+
+
+def test_an_append_waits_for_a_renewal_and_is_written(store: PostgresStore, dsn: str) -> None:
+    token = create(store, "r").token
+    with psycopg.connect(dsn) as renewing, psycopg.connect(dsn, autocommit=True) as looking:
+        held_open(store, renewing, lambda s: s.renew("r", token, 30.0))
+        thread, outcome = in_a_thread(lambda: store.append("r", token, 0, [a_row(2)], synced=True))
+        wait_until(lambda: waiting(looking) == 1, "the append to wait")
+        renewing.commit()
+        thread.join(60)
+    assert outcome == [True]
+
+
+def test_of_the_same_rows_that_come_twice_at_once_one_is_written_and_both_are_answered(
+    store: PostgresStore, dsn: str
+) -> None:
+    """As after a cut: the server is still at work for the first, when it comes again."""
+    token = create(store, "r").token
+    with psycopg.connect(dsn) as writing, psycopg.connect(dsn, autocommit=True) as looking:
+        held_open(store, writing, lambda s: s.append("r", token, 0, [a_row(2)], synced=True))
+        thread, outcome = in_a_thread(lambda: store.append("r", token, 0, [a_row(2)], synced=True))
+        wait_until(lambda: waiting(looking) == 1, "the second to wait")
+        writing.commit()
+        thread.join(60)
+    assert outcome == [True]
+    assert len(store.read("r")) == 2
+
+
+def test_a_claim_of_what_is_due_waits_for_nobody(store: PostgresStore, dsn: str) -> None:
+    for number in range(3):
+        enqueue(store, f"r{number}", priority=-number)
+    with psycopg.connect(dsn) as claiming:
+        held_open(
+            PostgresStore(dsn, _now=DatabaseClock.SQL),
+            claiming,
+            lambda s: s.claim_due("a", 30.0, [QueueTerms("q")], ["agent"], 2),
+        )
+        assert [lease.run_id for lease in claim_due(store, at_most=9)] == ["r2"]
+        assert store.next_due(["q"], ["agent"]) == 0.0
+        claiming.rollback()
+    assert sorted(lease.run_id for lease in claim_due(store, at_most=9)) == ["r0", "r1"]
+
+
+def test_workers_of_two_stores_pass_no_limit_together(store: PostgresStore, dsn: str) -> None:
+    """Who counts waits for who claims: a claim that is under way is counted."""
+    for number in range(6):
+        enqueue(store, f"r{number}")
+    terms = [QueueTerms("q", concurrency=4)]
+    assert len(store.claim_due("x", 30.0, terms, ["agent"], 1)) == 1
+    with psycopg.connect(dsn) as claiming, psycopg.connect(dsn, autocommit=True) as looking:
+        held_open(
+            PostgresStore(dsn, _now=DatabaseClock.SQL),
+            claiming,
+            lambda s: s.claim_due("a", 30.0, terms, ["agent"], 2),
+        )
+        thread, outcome = in_a_thread(lambda: store.claim_due("b", 30.0, terms, ["agent"], 9))
+        wait_until(lambda: waiting(looking) == 1, "the second claim to wait")
+        claiming.commit()
+        thread.join(60)
+    (leases,) = outcome
+    assert isinstance(leases, list)
+    assert len(leases) == 1
+
+
+# --- the database's clock ---------------------------------------------------------------------------------------------
+
+
+def test_two_stores_that_share_an_owners_name_are_two_owners(store: PostgresStore, dsn: str) -> None:
+    lease = create(store, "r", owner="same")
+    other = PostgresStore(dsn, _now=DatabaseClock.SQL)
+    refuses(RunOwned, lambda: other.claim("r", "same", 30.0))
+    assert store.claim("r", "same", 30.0) == lease
+    other.close()
+    assert store.append("r", lease.token, 0, [a_row(2)], synced=True)
+
+
+def test_a_store_that_is_closed_gives_back_what_it_took(dsn: str) -> None:
+    first, second = (PostgresStore(dsn, _now=DatabaseClock.SQL) for _ in range(2))
+    create(first, "made")
+    create(second, "claimed")
+    second.close()
+    first.claim("claimed", "b", 30.0)
+    enqueue(first, "due")
+    claim_due(first)
+    third = PostgresStore(dsn, _now=DatabaseClock.SQL)
+    create(third, "third")
+    first.close()
+    owners = {summary.head.run_id: summary.head.owner for summary in third.summaries()}
+    assert owners == {"made": None, "claimed": None, "due": None, "third": "a"}
+    third.close()
+
+
+def test_without_a_clock_of_a_test_leases_are_measured_by_the_databases(dsn: str) -> None:
+    store = PostgresStore(dsn)
+    create(store, "r", lease_seconds=1000.0)
+    head = head_of(store)
+    assert head.lease_left is not None
+    assert 0.0 < head.lease_left <= 1000.0
+    refuses(RunOwned, lambda: store.claim("r", "b", 30.0))
+    create(store, "over", lease_seconds=-1.0)
+    assert store.claim("over", "b", 30.0).owner == "b"
+    store.close()
+
+
+# --- forks and interrupts ---------------------------------------------------------------------------------------------
+
+
+def test_a_forked_child_has_connections_and_owners_of_its_own(dsn: str) -> None:
+    """Nothing of the parent's is used or closed by it, and it cannot write to its runs."""
+    program = f"""
+import os
+from agent_run_ledger.contract import Append
+from agent_run_ledger.errors import LeaseLost
+from agent_run_ledger.stores.postgres import PostgresStore
+from agent_run_ledger.testing import a_row
+from agent_run_ledger.testing.stores.words import create
+
+store = PostgresStore({dsn!r})
+lease = create(store, "parents")
+session = store._links._idle[0].info.backend_pid
+child = os.fork()
+if child == 0:
+    try:
+        store.append("parents", lease.token, 0, [a_row(2, "child")], synced=True)
+        os._exit(1)
+    except LeaseLost:
+        pass
+    if str(store.append_all([Append("parents", lease.token, 0, [a_row(2)])] * 2, synced=True)[0]) == "True":
+        os._exit(2)
+    own = create(store, "childs")
+    if not store.append("childs", own.token, 0, [a_row(2)], synced=True) or own.owner == lease.owner:
+        os._exit(3)
+    store.release("parents", lease.token)
+    store.close()
+    os._exit(0)
+_, status = os.waitpid(child, 0)
+assert status == 0, status
+assert store._links._idle[0].info.backend_pid == session
+assert store.append("parents", lease.token, 0, [a_row(2)], synced=True)
+assert store._links._idle[0].info.backend_pid == session
+assert store.head("childs").owner is None
+print("done")
+"""
+    run = subprocess.run([sys.executable, "-c", program], env=environment(), capture_output=True, text=True, timeout=60)
+    assert (run.returncode, run.stdout) == (0, "done\n"), run.stderr
+
+
+def test_an_interrupt_in_the_middle_of_a_statement_costs_the_connection_and_nothing_else(
+    store: PostgresStore, dsn: str
+) -> None:
+    token = create(store, "r").token
+    with psycopg.connect(dsn) as holding, psycopg.connect(dsn, autocommit=True) as looking:
+        holding.execute("SELECT 1 FROM runs WHERE run_id = 'r' FOR UPDATE")
+
+        def interrupt() -> None:
+            wait_until(lambda: waiting(looking) == 1, "the append to wait")
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+        thread = threading.Thread(target=interrupt)
+        thread.start()
+        with pytest.raises(KeyboardInterrupt):
+            store.append("r", token, 0, [a_row(2, "interrupted")], synced=True)
+        thread.join()
+        wait_until(lambda: waiting(looking) == 0, "the statement to be cancelled")
+        assert store._links._idle == []
+        holding.rollback()
+    assert len(store.read("r")) == 1
+    assert store.append("r", token, 0, [a_row(2)], synced=True)
+    assert len(store._links._open) == 1
+
+
+def test_more_threads_than_connections_wait_for_one_another(store: PostgresStore) -> None:
+    tokens = [create(store, f"r{number}").token for number in range(3 * MOST_CONNECTIONS)]
+
+    def work(number: int) -> None:
+        for seq in range(2, 12):
+            assert store.append(f"r{number}", tokens[number], 0, [a_row(seq)], synced=False)
+
+    in_threads([partial(work, number) for number in range(len(tokens))])
+    assert len(store._links._open) <= MOST_CONNECTIONS
+    assert all(len(store.read(f"r{number}")) == 11 for number in range(len(tokens)))
+
+
+# --- the bell ---------------------------------------------------------------------------------------------------------
+
+
+def settle(store: PostgresStore) -> None:
+    while store.wait_for_work(0.02):
+        pass
+
+
+def settle_and_wait(store: PostgresStore, is_still: threading.Event) -> bool:
+    settle(store)
+    is_still.set()
+    return store.wait_for_work(60.0)
+
+
+def test_who_waits_hears_of_what_another_process_makes_due(store: PostgresStore, dsn: str) -> None:
+    other = PostgresStore(dsn, _now=DatabaseClock.SQL)
+    settle(store)
+    for act in (
+        lambda: enqueue(other, "r"),
+        lambda: other.post("r", "signal", b"", "somebody", 1.0),
+        lambda: other.release("r", claim_due(other)[0].token, due_in=5.0),
+    ):
+        is_still = threading.Event()
+        thread, outcome = in_a_thread(partial(settle_and_wait, store, is_still))
+        assert is_still.wait(60)
+        act()
+        thread.join(60)
+        assert outcome == [True]
+    settle(store)
+    enqueue(other, "while nobody waits")
+    assert store.wait_for_work(60.0)
+    other.close()
+
+
+def test_a_line_that_is_cut_is_laid_again_and_nothing_that_was_missed_is_slept_through(
+    store: PostgresStore, dsn: str
+) -> None:
+    settle(store)
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        connection.execute(
+            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = current_database() AND query LIKE 'LISTEN%'"
+            " OR query LIKE '%coalesce(current_schema()%' AND pid <> pg_backend_pid()"
+        )
+    assert store.wait_for_work(60.0)
+    other = PostgresStore(dsn, _now=DatabaseClock.SQL)
+    wait_until(lambda: not store.wait_for_work(0.02) and store._bell._line is not None, "another line")
+    enqueue(other, "r")
+    assert store.wait_for_work(60.0)
+    other.close()
+
+
+# --- what a claim costs -----------------------------------------------------------------------------------------------
+
+
+def pages_of_a_claim(connection: psycopg.Connection) -> int:
+    """How many pages the server looks at to find one run that is due, rolled back."""
+    statement = timed(queues._CLAIM_DUE, DatabaseClock.SQL)
+    values = (["q"], ["agent", "other"], 1, 1, 1, "w", 30.0, 30.0, "call", "off")
+    with connection.transaction(force_rollback=True):
+        ((plan,),) = connection.execute(b"EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON) " + statement, values).fetchall()
+    return int(plan[0]["Plan"]["Shared Hit Blocks"]) + int(plan[0]["Plan"]["Shared Read Blocks"])
+
+
+def test_a_claim_looks_at_no_more_of_a_long_queue_than_of_a_short_one(store: PostgresStore, dsn: str) -> None:
+    """Nor of runs that are due later, whatever their priority, nor of agents that are not asked for."""
+    fill = """
+        INSERT INTO runs (run_id, fencing_token, created_at, agent, queue, priority, due)
+        SELECT %s || i, 0, 1.5, %s, 'q', %s, %s + i * 1e-6 FROM generate_series(1, 20000) i
+    """
+    enqueue(store, "r")
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        as_link(connection)
+        short = pages_of_a_claim(connection)
+        for run_id, agent, priority, due in (
+            ("due", "agent", 0, 1.0),
+            ("later", "agent", 7, 1e9),
+            ("others", "not asked for", 9, 1.0),
+        ):
+            connection.execute(fill, (run_id, agent, priority, due))
+            connection.execute("ANALYZE runs")
+            assert pages_of_a_claim(connection) <= short + 30
+    assert len(claim_due(store, at_most=9)) == 9
+    assert store.next_due(["q"], ["agent"]) == 0.0
+
+
+def test_a_renewal_leaves_every_index_alone(store: PostgresStore, dsn: str) -> None:
+    enqueue(store, "r")
+    (lease,) = claim_due(store)
+    for _ in range(5):
+        store.renew("r", lease.token, 30.0)
+        store.append("r", lease.token, 0, [a_row(len(store.read("r")) + 1)], synced=True)
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        store.close()  # what a session has counted is told when it ends
+        wait_until(
+            lambda: (
+                connection.execute("SELECT n_tup_upd >= 6 FROM pg_stat_user_tables WHERE relname = 'runs'").fetchone()
+                == (True,)
+            ),
+            "the counts",
+        )
+        ((updates, hot),) = connection.execute(
+            "SELECT n_tup_upd, n_tup_hot_upd FROM pg_stat_user_tables WHERE relname = 'runs'"
+        ).fetchall()
+    assert updates - hot <= 2  # the claim, and giving back
+
+
+# --- text, and readers ------------------------------------------------------------------------------------------------
+
+
+def test_a_note_is_kept_as_well_as_the_database_can(store: PostgresStore) -> None:
+    token = create(store, "r").token
+    store.annotate("r", token, "at $.a\0b\ud800 ä")
+    assert note_of(store) == "at $.a\ufffdb? ä"
+
+
+def test_what_no_text_can_hold_is_refused_and_nothing_is_written(store: PostgresStore) -> None:
+    token = create(store, "r").token
+    for bad in ("nul\0", "surrogate\ud800"):
+        for call in (
+            partial(store.append, "r", token, 0, [a_row(2)._replace(position=bad)], synced=True),
+            partial(store.append, "r", token, 0, [a_row(2), a_row(3)._replace(kind=bad)], synced=True),
+            partial(store.create, bad, "a", 30.0, SECRET, [a_row(1)], LISTING),
+            partial(store.post, "r", "signal", b"", bad, 1.0),
+            partial(store.claim, "r", bad, 30.0),
+        ):
+            error = refuses(StoreError, call)
+            assert "nothing was" in str(error)
+    assert len(store.read("r")) == 1
+    assert store.append("r", token, 0, [a_row(2)], synced=True)
+
+
+def test_who_only_reads_writes_nothing(store: PostgresStore, dsn: str) -> None:
+    token = create(store, "r").token
+    reader = PostgresStore(dsn, read_only=True, _now=DatabaseClock.SQL)
+    assert reader.read("r") == store.read("r")
+    assert [summary.head for summary in reader.summaries()] == [store.head("r")]
+    for call in (
+        lambda: reader.append("r", token, 0, [a_row(2)], synced=True),
+        lambda: create(reader, "s"),
+        lambda: reader.claim("r", "b", 30.0),
+        lambda: reader.post("r", "cancel", b"", "operator", 1.0),
+        lambda: enqueue(reader, "s"),
+        lambda: claim_due(reader),
+        lambda: reader.release("r", token),
+    ):
+        refuses(StoreReadOnly, call)
+    reader.close()
+    assert head_of(store).owner == "a"
+
+
+def test_the_place_is_told_without_the_password() -> None:
+    assert place_of("postgresql://ann:secret@db.example:5433,other/ledger?sslmode=require") == (
+        "postgresql://ann@db.example:5433,other/ledger"
+    )
+    error = refuses(StoreError, lambda: place_of("postgresql://ann:secret@[nonsense"))
+    assert "secret" not in str(error)

@@ -62,7 +62,9 @@ def in_a_fresh_interpreter(code: str, *options: str) -> str:
 
 
 def test_the_core_imports_only_the_standard_library() -> None:
-    extra = PACKAGE / "stores" / "postgres"  # of the extra `postgres`: loaded for nobody who gives no address of a server
+    extra = (
+        PACKAGE / "stores" / "postgres"
+    )  # of the extra `postgres`: loaded for nobody who gives no address of a server
     modules = sorted(path for path in PACKAGE.rglob("*.py") if extra not in path.parents)
     assert modules
     allowed = sys.stdlib_module_names | {"agent_run_ledger"}

@@ -185,6 +185,15 @@ def test_who_may_only_read_knows_when_runs_are_due_in_a_new_boot_too(machine: Ma
     assert path.read_bytes() == before
 
 
+def test_workers_that_are_forgotten_take_no_room(store: SqliteStore, path: Path, clock: FakeClock) -> None:
+    for number in range(20):
+        store.beat(f"w{number}", b"")
+    clock.advance(2 * 86_400.0)
+    store.beat("w", b"")
+    with contextlib.closing(sqlite3.connect(path)) as db:
+        assert db.execute("SELECT worker FROM workers").fetchall() == [("w",)]
+
+
 # --- who idles writes and locks nothing -------------------------------------------------------------------------------
 
 
@@ -497,6 +506,7 @@ def test_a_forked_child_claims_waits_and_ends_for_itself(store: SqliteStore, pat
             store.claim(mine.run_id, "b", 30.0)
         assert store.free_dead() == 0
         assert store.append(lease.run_id, lease.token, 0, [a_row(2)], synced=False)
+        assert not store._news._waiting, "the parent's threads do not wait here"
         nothing_is_new(store)
         store.wake()
         assert store.wait_for_work(30.0)

@@ -180,7 +180,7 @@ class Queues(Protocol):
     def wait_for_work(self, seconds: float) -> bool:
         """Return after `seconds`, or at once (True) when somebody may have made a run due or called `wake`. Only ever a hint.
 
-        What happened since the calling thread waited last counts, so that nothing falls between a claim that found nothing and the wait.
+        Whatever happened since the calling thread waited last counts, so that nothing falls between a claim that found nothing and the wait.
         """
 
     def wake(self) -> None:

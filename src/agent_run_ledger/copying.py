@@ -92,10 +92,7 @@ class Copying:
             for member in self._members.values():
                 self._give_back(member)
         place = self._target.place
-        return [
-            CopiedRun(each.run_id, place, each.size, not each.is_ended, each.was_there)
-            for each in bottom_up
-        ]
+        return [CopiedRun(each.run_id, place, each.size, not each.is_ended, each.was_there) for each in bottom_up]
 
     # --- what is copied -----------------------------------------------------------------------------------------------
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import copy
 import os
 import socket
@@ -57,7 +56,7 @@ from agent_run_ledger.rules.loops import LoopDetectorPolicy
 from agent_run_ledger.rules.names import check_name
 from agent_run_ledger.run import OpenRun, branch_of, finish, function_call, perform
 from agent_run_ledger.settle import settle
-from agent_run_ledger.stores import open_store
+from agent_run_ledger.stores import lifetime, open_store
 from agent_run_ledger.stores.clock import SystemClock
 from agent_run_ledger.stores.room import Room
 
@@ -385,7 +384,9 @@ class Ledger(Operator):
         if isinstance(to, Ledger):
             return Copying(self, to._store, told).run(run_id, children=children)
         if os.fspath(to) == ":memory:":
-            raise ValueError("a ledger in memory that nobody else has would be gone at once: give a path, or an open ledger")
+            raise ValueError(
+                "a ledger in memory that nobody else has would be gone at once: give a path, or an open ledger"
+            )
         store = open_store(to, durability="full", clock=self._clock, outage_seconds=self._outage_seconds)
         try:
             return Copying(self, store, told).run(run_id, children=children)
@@ -777,7 +778,9 @@ def _min_free(given: int | None) -> int:
     return value or 0
 
 
-@atexit.register
 def _close_all() -> None:
     for ledger in list(_open):
         ledger.close()
+
+
+lifetime.close_before(_close_all)

@@ -174,8 +174,7 @@ def let_go() -> None:
     if not _of_this_process.cache_info().currsize:
         return
     made, server = _of_this_process()
-    if server is None:
-        made.close()
-    else:
+    made.close()
+    if server is not None:
         server.close()
     _of_this_process.cache_clear()

@@ -60,6 +60,11 @@ class Gate:
             self._is_open = True
             self._changed.notify_all()
 
+    def close(self) -> None:
+        """Let nobody through any more."""
+        with self._changed:
+            self._is_open = False
+
     def await_count(self, count: int) -> None:
         """Wait until so many have come."""
         with self._changed:

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
+import psycopg
 import pytest
 
 from agent_run_ledger import AgentRunLedger, RunLedger, Step
@@ -56,6 +57,7 @@ class Bench:
             self._dsn = self._resources.enter_context(databases().fresh(ledger_with_a_clock))
             self.clock = self._resources.enter_context(DatabaseClock(self._dsn))
         self._opened: list[AgentRunLedger | RunLedger] = []
+        self._looking: Store | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -66,6 +68,8 @@ class Bench:
         with self._resources:
             for ledger in self._opened:
                 ledger.close()
+            if self._looking is not None:
+                self._looking.close()
 
     def on_real_time(self) -> Self:
         """The same storage with the machine's clock: for workers, which wait in threads of their own. Before anything is opened."""
@@ -106,16 +110,19 @@ class Bench:
 
     def rows(self, run_id: str) -> list[Row]:
         """Every entry of a run."""
-        store = self.store()
-        try:
-            return store.read(run_id)
-        finally:
-            if self._shared is None:
-                store.close()
+        if self._looking is None:
+            self._looking = self.store()
+        return self._looking.read(run_id)
 
     def kinds(self, run_id: str) -> list[str]:
         """What the entries of a run are, in order."""
         return [row.kind for row in self.rows(run_id)]
+
+    def execute(self, *statements: str) -> None:
+        """What anybody with the storage can do to it, where it speaks SQL: these statements, in one transaction."""
+        with psycopg.connect(self._dsn) if self._dsn is not None else raw(self.path) as connection:
+            for statement in statements:
+                connection.execute(statement)
 
 
 RUN, GOAL = "run", "go on"

@@ -20,7 +20,16 @@ from agent_run_ledger.engine.effects import Moment
 from agent_run_ledger.engine.history import History
 from agent_run_ledger.engine.live import LiveRun
 from agent_run_ledger.engine.log import Draft, seal
-from agent_run_ledger.errors import LeaseLost, RunMoved, RunNotFound, RunOwned, StoreBusy, StoreError, StoreFull, StoreUnavailable
+from agent_run_ledger.errors import (
+    LeaseLost,
+    RunMoved,
+    RunNotFound,
+    RunOwned,
+    StoreBusy,
+    StoreError,
+    StoreFull,
+    StoreUnavailable,
+)
 from agent_run_ledger.model import RunState
 from agent_run_ledger.rules import canonical
 from agent_run_ledger.rules.loops import Rule

@@ -7,6 +7,7 @@ import atexit
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
@@ -14,6 +15,12 @@ from typing import TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
     from agent_run_ledger.fleet.worker import Worker
+
+
+_AGAIN_SECONDS = 0.05
+"""A signal that comes just before a thread goes to sleep does not wake it, so it is sent again."""
+
+_LAST_SECONDS = 1.0
 
 
 class _Ending:
@@ -33,12 +40,15 @@ class _Ending:
         self.is_awaited = False
         """Whether the main thread waits for the workers, and need not be told that they have ended."""
         self.over = threading.Event()
+        self.is_told = False
+        """Whether the main thread was told that they have ended."""
         self._pid = os.getpid()
         self._handlers: dict[int, Any] = {}
         """What was there before, by signal."""
         self._bell = _thread.allocate_lock()
         self._bell.acquire()
-        threading.Thread(target=self._wait, name="agent-run-ledger signals", daemon=True).start()
+        self._thread = threading.Thread(target=self._wait, name="agent-run-ledger signals", daemon=True)
+        self._thread.start()
 
     @property
     def is_ahead(self) -> bool:
@@ -57,8 +67,14 @@ class _Ending:
             if signal.getsignal(number) == self._come:
                 signal.signal(number, before)
 
+    def be_silent(self) -> None:
+        """Return when no signal will be sent any more, if one might be."""
+        if self.status is not None:
+            self._thread.join(_LAST_SECONDS)
+
     def _come(self, number: int, frame: FrameType | None) -> None:
         if self.status is not None:
+            self.is_told = True
             raise SystemExit(self.status)
         if not (self.is_ahead and self.workers):
             signal.signal(number, signal.SIG_DFL)
@@ -76,9 +92,10 @@ class _Ending:
         number = cast(int, self.number)
         self.status = 0 if all(drained) else 128 + number
         self.over.set()
-        if not (self.is_awaited or _is_exiting):
+        while not (self.is_awaited or self.is_told or _is_exiting):
             with suppress(OSError):
                 signal.pthread_kill(cast(int, threading.main_thread().ident), number)
+            time.sleep(_AGAIN_SECONDS)
 
 
 _now: list[_Ending] = []
@@ -123,7 +140,9 @@ def awaited(worker: Worker) -> Iterator[None]:
         ending.listen(signal.SIGINT, signal.default_int_handler)
         yield
         if ending.number is not None:
-            ending.over.wait()
+            while not ending.over.wait(_AGAIN_SECONDS):
+                pass
+            ending.is_told = True
             if ending.status:
                 raise SystemExit(ending.status)
     finally:
@@ -143,4 +162,7 @@ def _begun() -> _Ending:
 
 @atexit.register
 def _exit() -> None:
-    _is_exiting.append(True)  # the program ends by itself: workers that are told to end meanwhile need not end it
+    """The program ends by itself: whatever drains by now has nobody to tell, and must not send a signal that nobody handles any more."""
+    _is_exiting.append(True)
+    for ending in _now:
+        ending.be_silent()

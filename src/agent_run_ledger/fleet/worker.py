@@ -46,6 +46,7 @@ SILENT_SECONDS = 30.0
 _STRAY_SECONDS = 5.0
 """After which a run may be taken again whose work could not be begun, or ended in no good order."""
 _LONGEST_POLL_SECONDS = 3600.0
+_LISTENING_SECONDS = 0.5
 _MARGIN_SECONDS = 5.0
 """Beyond the time to drain, whoever stops a worker waits so long for its last words."""
 
@@ -127,9 +128,9 @@ class Worker:
             raise
         except StoreError:
             pass  # it may be away for a while, as at any time
-        threading.Thread(target=Context().run, args=(self._live,), name=f"worker {self.name}", daemon=True).start()
         ledger._workers.add(self)
-        ending.guard(self)
+        ending.guard(self)  # before it works on anything
+        threading.Thread(target=Context().run, args=(self._live,), name=f"worker {self.name}", daemon=True).start()
 
     def __repr__(self) -> str:
         return f"<Worker {self.name!r} of {', '.join(self.queues)}: {self.state}, {len(self._slots)} of {self.concurrency} runs>"
@@ -200,7 +201,8 @@ class Worker:
         program has a handler of its own are left to that.
         """
         with ending.awaited(self):
-            self.wait()
+            while not self.wait(_LISTENING_SECONDS):  # a signal that comes just before a wait is only handled behind it
+                pass
 
     def _longest(self, timeout: float | None) -> float | None:
         if self._drain_seconds is None:

@@ -1,4 +1,4 @@
-"""Stores outlive neither a fork nor the interpreter unprepared: they stand still for the one and are closed at the other."""
+"""Stores outlive neither a fork nor the interpreter unprepared: they stand still for the one and are closed at the other, last of all."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import atexit
 import os
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Protocol
 
 
@@ -28,6 +29,14 @@ class Mortal(Protocol):
 _stores: weakref.WeakSet[Mortal] = weakref.WeakSet()
 _registry = threading.RLock()  # a collection of garbage can come in the middle of anything
 _standing: list[Mortal] = []
+
+
+_standing_on: list[Callable[[], None]] = []
+
+
+def close_before(close: Callable[[], None]) -> None:
+    """Have this called at exit before the stores are closed, by whoever stands on them."""
+    _standing_on.append(close)
 
 
 def watch(store: Mortal) -> None:
@@ -65,6 +74,8 @@ def _after_fork_in_child() -> None:
 
 
 def _close_all() -> None:
+    for close in _standing_on:
+        close()
     with _registry:
         stores = list(_stores)
     for store in stores:

@@ -42,12 +42,10 @@ WITH RECURSIVE lanes (queue, agent, priority) AS (
         SELECT max(priority) FROM runs
         WHERE owner IS NULL AND due IS NOT NULL AND queue = lanes.queue AND agent = lanes.agent AND priority < lanes.priority
     ) FROM lanes WHERE priority IS NOT NULL
-    ORDER BY 3 DESC
 )
 """
 
-# Of each lane the first ones, so that the longest backlog costs no more than a short one. Lanes come with the largest priority first, and
-# are not looked for once there are enough runs: those that rank highest are among the first so many, in whatever order.
+# Of each lane the first ones, so that the longest backlog costs no more than a short one.
 _DUE = f"""
 {_LANES}
 SELECT r.priority, r.due, r.run_id, r.fencing_token, r.queue, r.key, r.agent
@@ -58,7 +56,7 @@ FROM lanes CROSS JOIN runs r ON r.rowid IN (
     ORDER BY due LIMIT ?5
 )
 WHERE lanes.priority IS NOT NULL
-LIMIT ?5 * (1 + json_array_length(?2))
+ORDER BY r.priority DESC, r.due LIMIT ?5
 """
 
 _NEXT_DUE = f"""
@@ -208,7 +206,6 @@ class SqliteQueues:
                 raise self._files.failed(error) from error
             for lease in leases:
                 self._holding.gain(lease.run_id, lease.token)
-                self._log.noted.discard(lease.run_id)
         return leases
 
     def next_due(self, queues: Sequence[str], agents: Sequence[str]) -> float | None:
@@ -291,12 +288,12 @@ class SqliteQueues:
             taken = 0
             for run in runs:
                 if _is_full(terms[run.queue], busy[run.queue], run.key):
-                    break  # by those that were taken just now: what stands behind them in their lanes comes before the rest
+                    continue  # by those that were taken just now
                 busy[run.queue][run.key] += 1
                 ((token, run_secret),) = ask(_TAKE, *held, run.run_id)
                 leases.append(Lease(run.run_id, owner, token, run_secret or b"", run.agent))
                 taken += 1
-            if taken in (0, len(runs)):
+            if taken in (0, len(runs)):  # else there may be others behind those that had to be left
                 return leases
 
     def _dead(self, db: sqlite3.Connection) -> Iterator[tuple[str, int]]:

@@ -47,23 +47,27 @@ class Bell:
         """Return after `seconds`, or True as soon as it has rung since the calling thread waited last."""
         end = time.monotonic() + seconds
         heard = getattr(self._heard, "rung", None)
-        with self._news:
-            while self._rung == heard and not self._is_closed and (left := end - time.monotonic()) > 0:
-                if self._has_listener:
-                    self._news.wait(left)
-                    continue
-                self._has_listener = True
-                self._waker = self._waker or _pair()
-                self._news.release()
-                try:
-                    is_rung = self._listen(left, self._waker[0])
-                finally:
-                    self._news.acquire()
-                    self._has_listener = False
-                    self._news.notify_all()  # the next one listens, or all have heard
-                self._rung += is_rung
-            self._heard.rung = self._rung
-            return self._rung != heard or self._is_closed
+        while True:
+            listens = is_rung = False
+            try:
+                with self._news:
+                    left = end - time.monotonic()
+                    if self._rung != heard or self._is_closed or left <= 0:
+                        self._heard.rung = self._rung
+                        return self._rung != heard or self._is_closed
+                    if self._has_listener:
+                        self._news.wait(left)
+                        continue
+                    waker = self._waker = self._waker or _pair()
+                    listens = True  # first, for an interrupt may come anywhere
+                    self._has_listener = True
+                is_rung = self._listen(left, waker[0])
+            finally:
+                if listens:
+                    with self._news:
+                        self._has_listener = False
+                        self._rung += is_rung
+                        self._news.notify_all()  # the next one listens, or all have heard
 
     def ring(self) -> None:
         """Wake all who wait in this process."""

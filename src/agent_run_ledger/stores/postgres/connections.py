@@ -103,7 +103,7 @@ class Connections:
         except psycopg.Error as error:
             fault = error
         except BaseException as error:
-            self._end_of(link, is_sound=isinstance(error, LedgerError))
+            self._interrupted(link, error)
             raise
         else:
             self.give(link)
@@ -131,11 +131,19 @@ class Connections:
             except psycopg.Error as error:
                 fault = error
             except BaseException as error:
-                self._end_of(link, is_sound=isinstance(error, LedgerError))
+                self._interrupted(link, error)
                 raise
             else:
                 self.give(link)
                 return answer
+
+    def _interrupted(self, link: Link, error: BaseException) -> None:
+        """After what is no failure of the database: our own answer, or whatever else came in the middle of a statement."""
+        self._end_of(link, is_sound=isinstance(error, LedgerError | UnicodeEncodeError))
+        if isinstance(error, UnicodeEncodeError):
+            raise StoreError(
+                f"{self.place} keeps text as UTF-8, which cannot hold U+{ord(error.object[error.start]):04X}; nothing was written."
+            ) from error
 
     def _let_go_of(self, link: Link, fault: psycopg.Error) -> None:
         if is_stale(fault):
@@ -315,10 +323,10 @@ def place_of(dsn: str) -> str:
     """An address in words for people, without its password."""
     try:
         told = {key: str(value) for key, value in conninfo.conninfo_to_dict(dsn).items() if value is not None}
-    except psycopg.Error as error:
+    except psycopg.Error:  # what libpq says of it holds all of it, and so its password
         raise StoreError(
-            f"this is no address of a PostgreSQL database ({' '.join(str(error).split())}); nothing was opened. "
-            "It is spelt postgresql://user@host:port/database."
+            "this is no address of a PostgreSQL database; nothing was opened. It is spelt postgresql://user:password@host:port/database, "
+            "with what would mean something else in it written as %XX."
         ) from None
     user = f"{told['user']}@" if "user" in told else ""
     hosts, ports = told.get("host", "").split(","), told.get("port", "").split(",")

@@ -54,6 +54,7 @@ RETURNING queue IS NOT NULL
 _GIVE_BACK = f"""
 UPDATE runs SET owner = NULL FROM unnest(%b::text[], %b::bigint[]) AS h (id, token)
 WHERE run_id = h.id AND fencing_token = h.token AND owner IS NOT NULL AND {SYNCED}
+RETURNING queue IS NOT NULL
 """.encode()
 
 _ANNOTATE = f"UPDATE runs SET note = %s WHERE run_id = %s AND fencing_token = %s AND {SYNCED}".encode()
@@ -388,8 +389,13 @@ class PostgresStore:
 
     def close(self) -> None:
         held, self._held = self._held, {}
-        values = (list(held), list(held.values()), "off")
-        self._links.close((lambda link: link.execute(_GIVE_BACK, values)) if held else None)
+
+        def give_back(link: Link) -> None:
+            found = link.execute(_GIVE_BACK, (list(held), list(held.values()), "off")).fetchall()
+            if (True,) in found:
+                self._bell.ring_elsewhere(link)
+
+        self._links.close(give_back if held else None)
         self._bell.close()
         lifetime.forget(self)
 

@@ -148,6 +148,16 @@ class QueuesContract:
         taken += [store.claim_due("a", 30.0, queues, agents, 4), store.claim_due("a", 30.0, queues, agents, 9)]
         assert ["".join(lease.run_id for lease in leases) for leases in taken] == ["a", "b", "cdef", "g"]
 
+    def test_what_is_not_due_yet_hides_nothing_that_comes_after_it(self, store: Store) -> None:
+        for priority in range(10, 20):
+            enqueue(store, f"not yet {priority}", agent="a", priority=priority, due_in=60.0)
+        enqueue(store, "first", agent="a", priority=9)
+        for priority in range(8):
+            enqueue(store, f"later {priority}", agent="b", priority=priority)
+        assert [lease.run_id for lease in claim_due(store, agents=["b", "a"], at_most=1)] == ["first"]
+        taken = claim_due(store, agents=["b", "a"], at_most=3)
+        assert [lease.run_id for lease in taken] == ["later 7", "later 6", "later 5"]
+
     def test_it_is_when_a_run_is_due_that_counts_and_not_when_it_came(self, store: Store, clock: FakeClock) -> None:
         enqueue(store, "late", due_in=40.0)
         enqueue(store, "soon", due_in=20.0)

@@ -75,6 +75,14 @@ class WorkersContract:
         assert told
         assert all(told)
 
+    def test_who_waits_for_the_first_time_is_told_of_what_came_before(self, store: Store) -> None:
+        told: list[bool] = []
+        enqueue(store, "r", due_in=60.0)
+        worker = threading.Thread(target=lambda: told.append(store.wait_for_work(_LONG_SECONDS)), daemon=True)
+        worker.start()
+        worker.join(60)
+        assert told == [True]
+
     def test_who_is_woken_goes_on_in_all_threads(self, store: Store) -> None:
         told: list[bool] = []
         ready = threading.Barrier(5)
@@ -138,3 +146,5 @@ class WorkersContract:
         clock.advance(120.0)
         store.beat("young", b"")
         assert [beat.worker for beat in store.workers()] == ["old", "young"]
+        clock.advance(2 * _DAY_SECONDS)
+        assert store.workers() == []
