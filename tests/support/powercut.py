@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 from agent_run_ledger import AgentRunLedger, Effect, RunRecord, StepInDoubt, StepRecord
-from agent_run_ledger.stores import sqlite as sqlite_store
+from agent_run_ledger.stores import clock
 from support.powercut_programs import PROGRAMS, Outside, parks
 from support.processes import environment
 from support.witness import digest
@@ -500,7 +500,7 @@ def resume(program: str, image: Image, folder: Path, called: dict[str, str]) -> 
     def note(kind: str, **facts: Any) -> None:
         found.told.append({"kind": kind, **facts})
 
-    with mock.patch.object(sqlite_store, "boot_id", return_value="the next boot"), warnings.catch_warnings():
+    with mock.patch.object(clock, "_boot_id", return_value="the next boot"), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # an undeclared step that is dispatched again says so
         try:
             for run, steps in look():
