@@ -92,6 +92,9 @@ WRITES: dict[str, Callable[[Store], object]] = {
     "post to a queue": lambda s: s.post("queued", "signal", b"1", "who", 1.0, due_in=1.0),
     "claim what is due": lambda s: s.claim_due("w", 30.0, [QueueTerms("q")], ["agent"], 2),
     "free the dead": lambda s: [s.free_dead()][1:],  # how many there were may be lost
+    "move away": lambda s: s.move_away("plain", 1, "elsewhere"),
+    "claim what was moved": lambda s: s.claim("moved", "b", 30.0),
+    "post to what was moved": lambda s: s.post("moved", "signal", b"1", "who", 1.0),
     "beat": lambda s: s.beat("worker", b"said"),
     "leave": lambda s: s.leave("gone"),
 }
@@ -110,6 +113,7 @@ def prepare(store: Store, clock: DatabaseClock) -> None:
     store.annotate("noted", 1, "a note")
     free = create(store, "free")
     store.release("free", free.token)
+    store.move_away("moved", create(store, "moved").token, "elsewhere")
     enqueue(store, "claimed")
     store.claim("claimed", "a", 30.0)
     for number in range(3):

@@ -152,7 +152,7 @@ def test_without_psycopg_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "psycopg", None)
     error = refuses(StoreError, lambda: open_store("postgresql://localhost/x", durability="full", clock=SystemClock()))
-    assert "agent-run-ledger[postgres] @ file://" in str(error)
+    assert 'pip install ".[postgres]"' in str(error)
 
 
 # --- partitions, triggers, rights -------------------------------------------------------------------------------------
@@ -247,6 +247,8 @@ def the_whole_life_of_a_ledger(store: Store) -> None:
     store.release("r", lease.token)
     assert store.claim("r", "b", 30.0).token > lease.token
     assert store.adopt("s", 3, SECRET, LISTING, [[a_row(1)], [a_row(2)]], [], None)
+    store.move_away("s", store.claim("s", "a", 30.0).token, "elsewhere")
+    assert store.adopt("s", 9, SECRET, LISTING, [[a_row(3)]], [], None)
     enqueue(store, "t", key="k")
     assert len(store.claim_due("w", -1.0, [QueueTerms("q", 1, 1)], ["agent"], 2)) == 1
     assert store.free_dead() == 1

@@ -30,14 +30,25 @@ _ROWS = """
     ) AS n (seq, kind, position, attempt, body, roots, payload, digest, fingerprint, encoding)
 """
 _MAKE = f"WITH made AS ({_HEAD}), salted AS ({_SALTED}), kept AS ({_ROWS}) SELECT fencing_token FROM made"
-_ADOPT = f"WITH made AS ({_HEAD}), salted AS ({_SALTED}) SELECT fencing_token FROM made"
+_ADOPT = f"WITH made AS ({_HEAD}), salted AS ({_SALTED}) SELECT fencing_token, 0 FROM made"
 _MORE = f"WITH made AS (SELECT %s::text AS run_id), kept AS ({_ROWS}) SELECT 1".encode()
 
 _ASKED = b"""
 INSERT INTO inbox (run_id, id, kind, payload, who, at)
 SELECT %s, q.* FROM unnest(%b::bigint[], %b::text[], %b::bytea[], %b::text[], %b::float8[]) AS q (id, kind, payload, who, at)
 """
-_MADE = b"SELECT fencing_token FROM runs r JOIN secrets s ON s.run_id = r.run_id WHERE r.run_id = %s AND s.secret = %b"
+_MADE = b"""
+SELECT fencing_token FROM runs r JOIN secrets s ON s.run_id = r.run_id
+WHERE r.run_id = %s AND s.secret = %b AND r.moved_to IS NULL
+"""
+
+# Nobody else can have written to a run since it was moved away.
+_COME_BACK = f"""
+UPDATE runs SET moved_to = NULL, fencing_token = greatest(fencing_token, %s), inbox = inbox + %s,
+    due = CASE WHEN queue IS NOT NULL THEN {{now}} + %s::float8 END
+WHERE run_id = %s AND moved_to IS NOT NULL AND {SYNCED}
+RETURNING fencing_token, (SELECT coalesce(max(seq), 0) FROM entries e WHERE e.run_id = runs.run_id)
+"""
 
 
 class Making:
@@ -61,6 +72,7 @@ class Making:
         self._run_id = run_id
         self._secret = secret
         lease = (lease_seconds, lease_seconds, mark, token, 0 if owner is None else 1, inbox)
+        self._return = (token, inbox, due_in, run_id, "on")
         self._head = (run_id, owner, *lease, *listing, listing.queue, due_in, "on", run_id, secret)
 
     def make(self, rows: Sequence[Row], link: Link) -> int | None:
@@ -70,19 +82,21 @@ class Making:
         return None if found is None else int(found[0])
 
     def take_in(self, pages: Iterable[Sequence[Row]], requests: Sequence[Request], link: Link) -> int | None:
-        """One transaction, a statement for each page; they are gone through once."""
+        """One transaction, a statement for each page; they are gone through once. What was moved away from here comes back."""
         with link.transaction():
-            found = link.execute(timed(_ADOPT, self._now), self._head).fetchone()
+            found = link.execute(timed(_COME_BACK, self._now), self._return).fetchone()
+            if found is None:
+                found = link.execute(timed(_ADOPT, self._now), self._head).fetchone()
             if found is None:
                 return None
-            first = 1
+            token, last = found
             for page in pages:
-                refuse_gaps(page, first)
-                first += len(page)
+                refuse_gaps(page, last + 1)
+                last += len(page)
                 link.execute(_MORE, (self._run_id, *_arrays(self._run_id, page)))
             if requests:
                 link.execute(_ASKED, (self._run_id, *map(list, zip(*map(_told, requests), strict=True))))
-            return int(found[0])
+            return int(token)
 
     def find(self, link: Link) -> int | None:
         """The token of the run that this very call has made, whose answer was lost: nobody else knows its secret."""

@@ -25,7 +25,7 @@ _RIGHTS = {
     "run_steps, agent_step_journal",
     "INSERT": "entries, payloads, runs, inbox, secrets, queues, workers",
     "UPDATE (bytes)": "payloads",
-    "UPDATE (owner, fencing_token, lease_until, lease_seconds, lease_call, inbox, note, due)": "runs",
+    "UPDATE (owner, fencing_token, lease_until, lease_seconds, lease_call, inbox, note, due, moved_to)": "runs",
     "UPDATE": "queues, workers",
     "DELETE": "workers",
 }

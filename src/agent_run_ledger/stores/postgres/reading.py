@@ -13,8 +13,8 @@ _HEAD = """{0}.run_id, {0}.owner, {0}.fencing_token, {0}.inbox, {0}.note,
     {0}.created_at, {0}.agent, {0}.queue, {0}.priority, {0}.key,
     CASE WHEN {0}.owner IS NOT NULL THEN greatest(0, {{now}} - ({0}.lease_until - {0}.lease_seconds)) END,
     CASE WHEN {0}.owner IS NOT NULL THEN {0}.lease_until - {{now}} END,
-    {0}.due - {{now}}"""
-_HEAD_COLUMNS = 13
+    {0}.due - {{now}}, {0}.moved_to"""
+_HEAD_COLUMNS = 14
 
 _ROW = """{0}.seq, {0}.kind, {0}.position, {0}.attempt, {0}.body, {0}.roots,
     CASE WHEN {0}.payload IS NULL AND {0}.digest IS NOT NULL
@@ -61,8 +61,8 @@ BEFORE_ALL: tuple[object, ...] = (float("-inf"), "")
 
 def as_head(found: Sequence[Any]) -> Head:
     """What `HEAD` answers."""
-    run_id, owner, token, inbox, note, *listing, idle, left, due_in = found[:_HEAD_COLUMNS]
-    return Head(run_id, owner, token, inbox, note, Listing._make(listing), idle, left, due_in)
+    run_id, owner, token, inbox, note, *listing, idle, left, due_in, place = found[:_HEAD_COLUMNS]
+    return Head(run_id, owner, token, inbox, note, Listing._make(listing), idle, left, due_in, place)
 
 
 def as_summary(found: Sequence[Any]) -> Summary:

@@ -10,7 +10,7 @@ from typing import Any
 import psycopg
 
 from agent_run_ledger.contract import Append, Beat, Head, Lease, Listing, QueueTerms, Request, Row, Summary
-from agent_run_ledger.errors import LeaseLost, LedgerError, RunNotFound, RunOwned, StoreError, StoreReadOnly
+from agent_run_ledger.errors import LeaseLost, LedgerError, RunMoved, RunNotFound, RunOwned, StoreError, StoreReadOnly
 from agent_run_ledger.stores import lifetime
 from agent_run_ledger.stores.postgres import queues as waiting
 from agent_run_ledger.stores.postgres import reading
@@ -32,7 +32,7 @@ UPDATE runs SET
     due = CASE WHEN owner = %s AND starts_with(lease_call, %s) THEN due WHEN queue IS NOT NULL THEN least(due, {{now}}) END,
     fencing_token = CASE WHEN owner = %s AND starts_with(lease_call, %s) THEN fencing_token
         ELSE greatest(fencing_token, (SELECT value FROM meta WHERE meta.key = 'epoch') * 1048576) + 1 END
-WHERE run_id = %s AND (owner IS NULL OR lease_until <= {{now}} OR (owner = %s AND starts_with(lease_call, %s))) AND {SYNCED}
+WHERE run_id = %s AND moved_to IS NULL AND (owner IS NULL OR lease_until <= {{now}} OR (owner = %s AND starts_with(lease_call, %s))) AND {SYNCED}
 RETURNING fencing_token, (SELECT secret FROM secrets s WHERE s.run_id = runs.run_id)
 """
 
@@ -51,6 +51,11 @@ WHERE run_id = %s AND fencing_token = %s AND owner IS NOT NULL AND {SYNCED}
 RETURNING queue IS NOT NULL
 """
 
+_MOVE_AWAY = f"""
+UPDATE runs SET owner = NULL, due = NULL, moved_to = %s
+WHERE run_id = %s AND fencing_token = %s AND owner IS NOT NULL AND {SYNCED}
+""".encode()
+
 _GIVE_BACK = f"""
 UPDATE runs SET owner = NULL FROM unnest(%b::text[], %b::bigint[]) AS h (id, token)
 WHERE run_id = h.id AND fencing_token = h.token AND owner IS NOT NULL AND {SYNCED}
@@ -64,7 +69,7 @@ _POST = f"""
 WITH counted AS (
     UPDATE runs SET inbox = inbox + 1, due = CASE
         WHEN queue IS NOT NULL AND (due IS NULL OR due > {{now}} + %s::float8) THEN {{now}} + %s::float8 ELSE due END
-    WHERE run_id = %s AND {SYNCED}
+    WHERE run_id = %s AND moved_to IS NULL AND {SYNCED}
     RETURNING run_id, inbox, queue
 ), kept AS (
     INSERT INTO inbox (run_id, id, kind, payload, who, at, nonce) SELECT run_id, inbox, %s, %b, %s, %s, %s FROM counted
@@ -158,6 +163,22 @@ class PostgresStore:
 
         return self._links.run(take_in, was_taken_in)
 
+    def move_away(self, run_id: str, token: int, place: str) -> None:
+        self._refuse_reading()
+        if self._is_inherited(run_id, token):
+            raise LeaseLost(run_id, token)
+
+        def move(link: Link) -> bool:
+            return link.execute(_MOVE_AWAY, (place, run_id, token, "on")).rowcount == 1
+
+        def was_moved(link: Link) -> bool:
+            head = self._head(run_id, link)
+            return move(link) or (head is not None and (head.token, head.moved_to) == (token, place))
+
+        if not self._links.run(move, was_moved):
+            raise RunNotFound(run_id) if self.head(run_id) is None else LeaseLost(run_id, token)
+        self._held.pop(run_id, None)
+
     def claim(self, run_id: str, owner: str, lease_seconds: float) -> Lease:
         self._refuse_reading()
         owner = self._own_name(owner)
@@ -169,9 +190,7 @@ class PostgresStore:
                 found = link.execute(timed(_CLAIM, self._now), values, binary=True).fetchone()
                 if found is not None:
                     return int(found[0]), found[1] or b""
-                head = self._head(run_id, link)
-                if head is None:
-                    raise RunNotFound(run_id)
+                head = self._here(run_id, link)
                 if head.owner is not None and head.lease_left is not None and head.lease_left > 0:
                     raise RunOwned(run_id, head.owner, head.idle_seconds or 0.0)
 
@@ -270,14 +289,16 @@ class PostgresStore:
         values = (due_in, due_in, run_id, "on", kind, payload, who, at, nonce)
 
         def work(link: Link) -> int:
-            try:
-                found = link.execute(timed(_POST, self._now), values).fetchone()
-            except psycopg.IntegrityError as error:  # this very call did it, and its answer was lost
-                found = link.execute(_POSTED, (run_id, nonce)).fetchone()
-                if found is None:
-                    raise named(error, self.place) from error
-            if found is None:
-                raise RunNotFound(run_id)
+            while True:
+                try:
+                    found = link.execute(timed(_POST, self._now), values).fetchone()
+                except psycopg.IntegrityError as error:  # this very call did it, and its answer was lost
+                    found = link.execute(_POSTED, (run_id, nonce)).fetchone()
+                    if found is None:
+                        raise named(error, self.place) from error
+                if found is not None:
+                    break
+                self._here(run_id, link)  # raises, unless it has come back in this moment
             if found[1]:
                 self._bell.ring_elsewhere(link)
             return int(found[0])
@@ -329,6 +350,15 @@ class PostgresStore:
     def _head(self, run_id: str, link: Link) -> Head | None:
         found = link.execute(timed(reading.HEAD, self._now), (run_id,), binary=True).fetchone()
         return None if found is None else reading.as_head(found)
+
+    def _here(self, run_id: str, link: Link) -> Head:
+        """The head of a run that is there. Raises `RunNotFound` and `RunMoved`."""
+        head = self._head(run_id, link)
+        if head is None:
+            raise RunNotFound(run_id)
+        if head.moved_to is not None:
+            raise RunMoved(run_id, head.moved_to)
+        return head
 
     # --- queues -------------------------------------------------------------------------------------------------------
 

@@ -50,7 +50,8 @@ CREATE TABLE runs (
     queue         TEXT COLLATE "C",
     priority      BIGINT NOT NULL DEFAULT 0,
     key           TEXT COLLATE "C",
-    due           DOUBLE PRECISION,
+    due           DOUBLE PRECISION CHECK (due IS NULL OR queue IS NOT NULL),
+    moved_to      TEXT CHECK (moved_to IS NULL OR (owner IS NULL AND due IS NULL)),
     PRIMARY KEY (run_id)
 ) /* PARTITION BY HASH (run_id) */;
 CREATE INDEX runs_in_order ON runs (made, run_id);
