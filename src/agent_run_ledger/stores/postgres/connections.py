@@ -117,20 +117,21 @@ class Connections:
         """After a failure: done anew, for as long as an outage is waited for."""
         begun = time.monotonic()
         pause = 0.0
-        if is_lost(fault):
-            self._warn(fault)
+        is_in_doubt = False
         while True:
+            if is_lost(fault):
+                self._warn(fault)
+                work, is_in_doubt = again, True
             is_final = not is_passing(fault) or (is_read_only(fault) and not _is_standby(link))
             self._let_go_of(link, fault)
-            if is_final:
-                raise named(fault, self.place) from fault
-            if is_lost(fault):
-                work = again
             waited = time.monotonic() - begun
-            if waited + pause > self.outage_seconds or self._end.wait(pause * random.uniform(0.5, 1.0)):
-                raise named(fault, self.place, waited) from fault
+            if is_final or waited + pause > self.outage_seconds or self._end.wait(pause * random.uniform(0.5, 1.0)):
+                raise _told(named(fault, self.place, waited), is_in_doubt) from fault
             pause = min(_LONGEST_PAUSE_SECONDS, max(_FIRST_PAUSE_SECONDS, pause * 2))
-            link = self._connected(begun)
+            try:
+                link = self._connected(begun)
+            except StoreError as error:
+                raise _told(error, is_in_doubt) from error.__cause__
             try:
                 answer = work(link)
             except psycopg.Error as error:
@@ -314,6 +315,13 @@ class Connections:
                 os.close(link.fileno())
         self._idle = []
         self._renew()
+
+
+def _told(error: StoreError, is_in_doubt: bool) -> StoreError:
+    """The error itself, unless it speaks of the last try only and an earlier one was lost on its way."""
+    if not is_in_doubt or (type(error) is StoreUnavailable and "nothing was" not in str(error)):
+        return error
+    return StoreUnavailable(f"An earlier try of this call was lost on its way, and may have been done; then: {error}")
 
 
 def _is_standby(link: Link) -> bool:
