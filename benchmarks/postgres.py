@@ -49,10 +49,12 @@ ROUNDS, STEPS = 40, 25
 
 
 class Databases:
-    """Databases on one server, each made when it is asked for and dropped at the end."""
+    """Databases on one server, each made when it is asked for."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, server: Server | None = None) -> None:
         self._url = url
+        self.server = server
+        """The server itself, where it is ours."""
         self._made: list[str] = []
 
     def empty(self) -> str:
@@ -93,7 +95,7 @@ def databases(url: str | None) -> Iterator[Databases]:
         options = ("--username=postgres", "--auth=trust", "--encoding=UTF8", "--no-locale")
         server.home.run(server.programs / "initdb", f"--pgdata={server.data}", *options)
         server.start()
-        yield Databases(server.dsn())
+        yield Databases(server.dsn(), server)
 
 
 # --- one step after the other -----------------------------------------------------------------------------------------

@@ -60,6 +60,7 @@ from agent_run_ledger.model import Event, RetryPolicy, RunState
 from agent_run_ledger.rules import lifecycle, loops
 from agent_run_ledger.stores.memory import MemoryStore
 from agent_run_ledger.testing import FakeClock
+from support.pumping import pump, work_once
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "src" / "agent_run_ledger"
@@ -193,10 +194,14 @@ class Reader:
         return [message for message in shown if not any(agrees(said, message) for said in got)]
 
     def leave(self) -> None:
-        for value in list(vars(self.module).values()):
-            if isinstance(value, AgentRunLedger | RunLedger):
-                value.close()
-        sys.modules.pop(self.module.__name__, None)
+        """Close its ledgers, and forget the modules of its folder, which another page may have under the same names."""
+        files = {path.stem: str(path) for path in self.folder.glob("*.py")}
+        typed = [module for name in files if getattr(module := sys.modules.get(name), "__file__", None) == files[name]]
+        for module in (self.module, *typed):
+            for value in list(vars(module).values()):
+                if isinstance(value, AgentRunLedger | RunLedger):
+                    value.close()
+            sys.modules.pop(module.__name__, None)
 
 
 def commands_of(block: Block) -> Iterator[tuple[str, str]]:
@@ -239,6 +244,7 @@ def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[Endpoint]:
 @pytest.mark.parametrize("page", [page for page in PAGES if page.is_file()], ids=name_of)
 def test_every_snippet_of_the_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("AGENT_RUN_LEDGER_DB", "agent.db")
     reader = Reader(page, tmp_path)
     try:
@@ -781,7 +787,7 @@ def module_table() -> str:
         ("2 stores", ["stores"]),
         ("3 drivers", ["drivers"]),
         ("4 faces", ["ledger.py", "operator.py", "run.py", "agents.py", "settle.py", "recover.py", "pipeline.py"]),
-        ("4 faces", ["guard.py", "preflight.py", "supervisor.py", "testing"]),
+        ("4 faces", ["working.py", "fleet", "copying.py", "guard.py", "preflight.py", "supervisor.py", "testing"]),
         ("5 edges", ["cli", "demo", "__main__.py"]),
         ("the front door", ["__init__.py"]),
     ]
@@ -939,6 +945,7 @@ def rich(tmp_path: Path) -> Path:
     with AgentRunLedger(path, policy=Suspicious(max_repetitions=2), **options) as ledger:
         fill_by_others(ledger, clock)
         fill_by_forks(ledger)
+        fill_by_workers(ledger, clock)
     with RunLedger("pipeline", path, **options) as pipeline:
         pipeline.step("one")(lambda given: given)
         pipeline.step("two", depends_on=["one"])(lambda one: one)
@@ -1070,6 +1077,26 @@ class Answering(FakeClock):
     def sleep(self, seconds: float) -> None:
         super().sleep(seconds)
         self.answer()
+
+
+def fill_by_workers(ledger: AgentRunLedger, clock: Answering) -> None:
+    """What workers do with runs of a queue: tried again, with children, and ended with them."""
+
+    @ledger.agent()
+    def child(number: int) -> int:
+        return number
+
+    @ledger.agent(retry=RetryPolicy(base=0, cap=0))
+    def parent() -> int:
+        if child(1):
+            raise ValueError("once more")
+        return 1
+
+    for run_id in ("retried", "ended with its child"):
+        ledger.submit(parent, run_id=run_id, priority=1, key="acme")
+        work_once(ledger, "parent")
+    ledger.cancel("ended with its child", children=True, by="ann")
+    pump(ledger, clock, until=5.0)
 
 
 def fill_by_others(ledger: AgentRunLedger, clock: Answering) -> None:

@@ -98,7 +98,7 @@ def test_records_have_exactly_these_fields_in_this_order() -> None:
     ]  # fmt: skip
     assert [field.name for field in dataclasses.fields(RunRecord)] == [
         "run_id", "goal", "status", "total_steps", "created_at", "updated_at", "owner", "fencing_token", "spent_tokens",
-        "spent_usd", "result", "cause", "parent_run_id",
+        "spent_usd", "result", "cause", "parent_run_id", "queue", "due_in_seconds", "moved_to",
     ]  # fmt: skip
 
 

@@ -136,7 +136,7 @@ def redrive(given: argparse.Namespace) -> int:
             run_id, max_steps=given.max_steps, by=given.by, reason=given.reason, new_run_id=given.new_run_id
         ),
         lambda opened: True,
-        "When its program is started with the new run id, recorded outcomes are handed out without a call; what has none goes on as its "
+        f"When {_started(seen)}, recorded outcomes are handed out without a call; what has none goes on as its "
         "effect says, with the same key and a fresh count of attempts.",
         facts={"limit of steps": given.max_steps},
         asks_owner=False,
@@ -163,7 +163,7 @@ def fork(given: argparse.Namespace) -> int:
         seen,
         lambda opened: opened.fork(run_id, first, by=given.by, reason=given.reason, new_run_id=given.new_run_id),
         lambda opened: True,
-        f"When its program is started with the new run id, the outcomes of {counted(first - 1, 'step', 'steps')} are handed out without a "
+        f"When {_started(seen)}, the outcomes of {counted(first - 1, 'step', 'steps')} are handed out without a "
         f"call, and it goes on at step {first}.",
         asks_owner=False,
     )
@@ -188,6 +188,13 @@ def _require_free(ledger: AgentRunLedger, run_id: str | None) -> None:
     with suppress(RunNotFound):
         ledger.get_run(run_id)
         raise UsageError(f"there is a run {run_id!r} already; nothing was written")
+
+
+def _started(seen: Inspection) -> str:
+    """How a run begins that is made from this one."""
+    if seen.run.queue is None:
+        return "its program is started with the new run id"
+    return f"`wake` has a worker of queue {seen.run.queue!r} begin it"
 
 
 def _named(given: argparse.Namespace) -> str:

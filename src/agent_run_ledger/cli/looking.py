@@ -145,7 +145,10 @@ def _notes(
         )
     for wait in waits:
         yield f"This run waits for {plain(wait.what).rstrip('.')}."
-        if wait.kind in ("program", "receipt"):
+        if wait.kind == "program" and wait.words:
+            yield "A worker goes on with it where it stands, once somebody says so:"
+            yield f"  {command_for(given, *wait.words)}"
+        elif wait.kind in ("program", "receipt"):
             yield "Start its program again, and it goes on where it stands."
         elif wait.kind == "resolve":
             yield "Look in the outside world first; then one of these shows what it would do, and does it with --yes:"
