@@ -177,7 +177,7 @@ def test_a_request_that_arrives_when_nobody_expects_it_any_more_is_not_posted_tw
 ) -> None:
     """The server is still at work for a call whose caller has given it up: the next try waits for it, and finds what it did."""
     create(store, "r")
-    with psycopg.connect(dsn) as other, psycopg.connect(dsn, autocommit=True) as looking:
+    with psycopg.connect(dsn) as other, psycopg.connect(dsn, autocommit=True, prepare_threshold=None) as looking:
         other.execute("SELECT 1 FROM runs WHERE run_id = 'r' FOR UPDATE")
         posted: list[int] = []
         thread = threading.Thread(
@@ -255,6 +255,7 @@ def test_a_network_that_hands_nothing_on_is_given_up_and_another_connection_is_m
     store.close()
 
 
+@pytest.mark.unpooled
 @pytest.mark.parametrize("is_lost", [False, True])
 def test_nothing_is_said_not_to_be_written_of_which_an_earlier_try_was_lost(
     is_lost: bool, proxy: Proxy, dsn: str
