@@ -827,12 +827,12 @@ class Family:
 
     def life(self, *, die_in: str = "", child: Body | None = None, catches: bool = False) -> Any:
         bench, way, calls = self.bench, self.way, self.calls
-        self.ledger, die = mortal(bench)
+        self.ledger, self.die = mortal(bench)
 
         def work(what: str) -> object:
             calls(what)
             if what == die_in:
-                die()
+                self.die()
             return what.upper()
 
         def child_of(n: int) -> Any:
@@ -907,7 +907,7 @@ def test_many_crashes_in_a_child_do_not_spend_the_attempts_of_its_parent(bench: 
         def work() -> object:
             family.calls(step)
             if family.calls.seen.count(step) == 1:
-                raise Died
+                family.die()
             return step
 
         return work

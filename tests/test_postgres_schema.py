@@ -132,10 +132,11 @@ def test_a_ledger_of_a_newer_version_is_left_alone(dsn: str, owner: psycopg.Conn
         refuses(SchemaTooNew, use)
 
 
+@pytest.mark.unpooled
 def test_a_ledger_stands_in_the_schema_that_the_search_path_names(empty: str) -> None:
     with psycopg.connect(empty, autocommit=True) as connection:
         connection.execute('CREATE SCHEMA "One, two"')
-        dsn = f"{empty}&options=-csearch_path%3D%22One,%5C%20two%22"
+        dsn = f"{empty}{'&' if '?' in empty else '?'}options=-csearch_path%3D%22One,%5C%20two%22"
         migrate(dsn)
         assert tables(connection) == set()
         store = PostgresStore(dsn)
@@ -195,6 +196,7 @@ def test_only_a_new_ledger_is_partitioned(dsn: str, empty: str) -> None:
     refuses(StoreError, lambda: migrate(empty, partitions=0))
 
 
+@pytest.mark.unpooled
 def test_a_role_with_the_rights_of_a_program_runs_the_ledger_and_cannot_rewrite_it(
     dsn: str, owner: psycopg.Connection
 ) -> None:
@@ -258,6 +260,7 @@ def the_whole_life_of_a_ledger(store: Store) -> None:
     assert store.next_due(["q"], ["agent"]) is None
 
 
+@pytest.mark.unpooled
 def test_a_role_without_rights_is_told_how_to_get_them(dsn: str, owner: psycopg.Connection) -> None:
     owner.execute("DROP ROLE IF EXISTS a_reader")
     owner.execute("CREATE ROLE a_reader LOGIN")

@@ -470,6 +470,7 @@ def settle_and_wait(store: PostgresStore, is_still: threading.Event) -> bool:
     return store.wait_for_work(60.0)
 
 
+@pytest.mark.unpooled
 def test_who_waits_hears_of_what_another_process_makes_due(store: PostgresStore, dsn: str) -> None:
     other = PostgresStore(dsn, _now=DatabaseClock.SQL)
     settle(store)
@@ -490,6 +491,7 @@ def test_who_waits_hears_of_what_another_process_makes_due(store: PostgresStore,
     other.close()
 
 
+@pytest.mark.unpooled
 def test_what_comes_before_there_is_a_line_is_heard_of(store: PostgresStore, dsn: str) -> None:
     other = PostgresStore(dsn, _now=DatabaseClock.SQL)
     assert store.wait_for_work(0.0)
@@ -498,6 +500,7 @@ def test_what_comes_before_there_is_a_line_is_heard_of(store: PostgresStore, dsn
     other.close()
 
 
+@pytest.mark.unpooled
 def test_a_line_that_is_cut_is_laid_again_and_nothing_that_was_missed_is_slept_through(
     store: PostgresStore, dsn: str
 ) -> None:
@@ -552,11 +555,14 @@ def test_a_claim_looks_at_no_more_of_a_long_queue_than_of_a_short_one(store: Pos
 def test_a_renewal_leaves_every_index_alone(store: PostgresStore, dsn: str) -> None:
     enqueue(store, "r")
     (lease,) = claim_due(store)
+    counts = "SELECT n_tup_upd, n_tup_hot_upd FROM pg_stat_xact_user_tables WHERE relname = 'runs'"
     with psycopg.connect(dsn) as connection:
+        ((updates, within_the_page),) = connection.execute(
+            counts
+        ).fetchall()  # a pooler's session may have more to tell
         for _ in range(5):
             held_open(store, connection, lambda s: s.renew("r", lease.token, 30.0))
-        counts = "SELECT n_tup_upd, n_tup_hot_upd FROM pg_stat_xact_user_tables WHERE relname = 'runs'"
-        assert connection.execute(counts).fetchall() == [(5, 5)]
+        assert connection.execute(counts).fetchall() == [(updates + 5, within_the_page + 5)]
 
 
 # --- text, and readers ------------------------------------------------------------------------------------------------

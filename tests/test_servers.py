@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -22,6 +23,10 @@ from support.processes import child
 def make_table(url: str) -> None:
     with psycopg.connect(url) as connection:
         connection.execute("CREATE TABLE numbers (number integer PRIMARY KEY)")
+        connection.execute("CREATE VIEW doubled AS SELECT 2 * number AS number FROM numbers")
+        connection.execute("CREATE FUNCTION one() RETURNS integer LANGUAGE sql AS 'SELECT 1'")
+        kept = "BEFORE UPDATE ON numbers FOR EACH ROW EXECUTE FUNCTION suppress_redundant_updates_trigger()"
+        connection.execute(f"CREATE TRIGGER kept {kept}")
 
 
 def numbers(url: str) -> list[int]:
@@ -44,6 +49,41 @@ def test_no_database_has_anything_of_another_test(url: str, number: int) -> None
     assert numbers(url) == []
     with psycopg.connect(url) as connection:
         connection.execute("INSERT INTO numbers VALUES (1)")
+
+
+def test_a_database_is_used_again_under_another_name_and_only_where_its_schema_is_as_it_was(url: str) -> None:
+    def kept_by(statement: str) -> bool:
+        """Whether the database that the statement was done in is handed out again."""
+        place = psycopg.conninfo.conninfo_to_dict
+        names, oids = [], []
+        for _ in range(3):
+            with made.fresh(make_table) as lent, psycopg.connect(lent, autocommit=True) as connection:
+                assert numbers(lent) == []
+                names.append(place(lent)["dbname"])
+                oids.append(
+                    connection.execute("SELECT oid FROM pg_database WHERE datname = %s", [names[-1]]).fetchone()
+                )
+                connection.execute("INSERT INTO numbers VALUES (1)")
+                if len(names) == 1:
+                    connection.execute(statement)
+        assert len(set(names)) == 3
+        return oids[0] == oids[2]
+
+    with contextlib.closing(Databases(url)) as made:
+        assert kept_by("UPDATE numbers SET number = 2")
+        assert kept_by("TRUNCATE numbers")
+        for statement in (
+            "ALTER TABLE numbers ADD COLUMN more integer",
+            "ALTER TABLE numbers ALTER COLUMN number SET DEFAULT 7",
+            "CREATE OR REPLACE VIEW doubled AS SELECT 3 AS number",
+            "CREATE OR REPLACE FUNCTION one() RETURNS integer LANGUAGE sql AS 'SELECT 2'",
+            "ALTER TABLE numbers DISABLE TRIGGER ALL",
+            "DROP TRIGGER kept ON numbers",
+            "CREATE INDEX ON numbers (number)",
+            "GRANT SELECT ON numbers TO PUBLIC",
+            "CREATE SCHEMA other",
+        ):
+            assert not kept_by(statement), statement
 
 
 def test_a_client_that_a_test_leaves_behind_is_gone_with_its_database(url: str) -> None:

@@ -115,17 +115,20 @@ _TABLES_WITH_ROWS = f"""
 SELECT oid::regclass::text FROM pg_class WHERE relkind = 'r' AND {_OURS} AND pg_relation_size(oid) > 0
 """
 
-# All that a test may have changed beside rows.
+# All that a test may have changed beside rows: what there is, and which transaction said last how it is. Rows that are taken away
+# change what stands in `pg_class`, so there it is the words themselves.
 _SCHEMA = f"""
-WITH ours AS (SELECT * FROM pg_class WHERE {_OURS}), told AS (
-    SELECT concat_ws(' ', oid, relname, relkind, reloptions, relacl) AS what FROM ours
-    UNION ALL SELECT concat_ws(' ', attrelid, attname, atttypid, attnotnull) FROM pg_attribute
-        WHERE attrelid IN (SELECT oid FROM ours)
-    UNION ALL SELECT concat_ws(' ', conrelid, conname) FROM pg_constraint WHERE conrelid IN (SELECT oid FROM ours)
-    UNION ALL SELECT concat_ws(' ', tgrelid, tgname, tgenabled) FROM pg_trigger
-    UNION ALL SELECT concat_ws(' ', oid, proname, prosrc) FROM pg_proc WHERE oid >= 16384
+WITH told AS (
+    SELECT concat_ws(' ', oid, relname, relkind, relhastriggers, reloptions, relacl) AS what FROM pg_class WHERE {_OURS}
+    UNION ALL SELECT concat_ws(' ', attrelid, attnum, xmin) FROM pg_attribute WHERE attrelid >= 16384
+    UNION ALL SELECT concat_ws(' ', tableoid, oid, xmin) FROM pg_attrdef
+    UNION ALL SELECT concat_ws(' ', tableoid, oid, xmin) FROM pg_constraint
+    UNION ALL SELECT concat_ws(' ', tableoid, oid, xmin) FROM pg_namespace
+    UNION ALL SELECT concat_ws(' ', tableoid, oid, xmin) FROM pg_proc WHERE oid >= 16384
+    UNION ALL SELECT concat_ws(' ', tableoid, oid, xmin) FROM pg_rewrite
+    UNION ALL SELECT concat_ws(' ', tableoid, oid, xmin) FROM pg_trigger
     UNION ALL SELECT concat_ws(' ', setrole, setconfig) FROM pg_db_role_setting
-        WHERE setdatabase IN (0, (SELECT oid FROM pg_database WHERE datname = current_database()))
+        WHERE setdatabase = (SELECT oid FROM pg_database WHERE datname = current_database())
 )
 SELECT count(*), md5(string_agg(what, '' ORDER BY what)) FROM told
 """
@@ -143,9 +146,7 @@ class _Prepared:
     def restore(self, connection: psycopg.Connection) -> None:
         """Take away all rows, and put back those that were there."""
         tables = [table for (table,) in connection.execute(_TABLES_WITH_ROWS)]
-        connection.execute(
-            "SET LOCAL session_replication_role = replica"
-        )  # triggers keep a ledger's rows from changing
+        connection.execute("SET LOCAL session_replication_role = replica")  # or triggers would keep the log as it is
         if tables:
             connection.execute(f"TRUNCATE {', '.join(tables)} RESTART IDENTITY CASCADE")
         for table, rows in self.rows.items():
