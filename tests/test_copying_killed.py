@@ -47,11 +47,13 @@ def standing(place: Any) -> tuple[list[Row], list[Request]]:
 
 def goes_on_in(place: Any) -> bool:
     """Whether somebody could go on with the run here."""
-    with closing(open_store(place, durability="process", clock=SystemClock())) as store:
-        with suppress(RunMoved, RunNotFound):
-            lease = store.claim(RUN, "somebody", 30.0)
-            store.release(RUN, lease.token)
-            return True
+    with (
+        closing(open_store(place, durability="process", clock=SystemClock())) as store,
+        suppress(RunMoved, RunNotFound),
+    ):
+        lease = store.claim(RUN, "somebody", 30.0)
+        store.release(RUN, lease.token)
+        return True
     return False
 
 
@@ -197,7 +199,11 @@ def test_what_a_network_loses_on_the_way_there_makes_no_two_of_it(
 def test_what_a_network_loses_on_the_way_back_makes_no_two_of_it(
     tmp_path: Path, database: str, proxy: Proxy, what: str, of: Callable[[str], bool]
 ) -> None:
-    first, here, name = tmp_path / "first.db", tmp_path / "here.db", str(psycopg.conninfo.conninfo_to_dict(database)["dbname"])
+    first, here, name = (
+        tmp_path / "first.db",
+        tmp_path / "here.db",
+        str(psycopg.conninfo.conninfo_to_dict(database)["dbname"]),
+    )
     before = begin(first)
     with AgentRunLedger(first) as ledger:
         ledger.copy(RUN, database)
