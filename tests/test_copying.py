@@ -34,7 +34,13 @@ from support.ledgers import HOSTILE, RUN, Bench, Tool, raw
 from support.programs import Way
 from support.pumping import pump, submit, work_once
 
-PAIRS = [("sqlite", "sqlite"), ("memory", "sqlite"), ("sqlite", "memory")]
+PAIRS = [
+    ("sqlite", "sqlite"),
+    ("memory", "sqlite"),
+    ("sqlite", "postgres"),
+    ("postgres", "memory"),
+    ("postgres", "postgres"),
+]
 
 
 class Two:

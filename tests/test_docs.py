@@ -27,7 +27,7 @@ import threading
 import types
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -60,6 +60,7 @@ from agent_run_ledger.model import Event, RetryPolicy, RunState
 from agent_run_ledger.rules import lifecycle, loops
 from agent_run_ledger.stores.memory import MemoryStore
 from agent_run_ledger.testing import FakeClock
+from support.databases import databases
 from support.pumping import pump, work_once
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -73,6 +74,8 @@ EVERY_PAGE = [*PAGES, *sorted((DOCS / "design").rglob("*.md"))]
 PYTHON_API = DOCS / "reference" / "python-api.md"
 ERRORS = DOCS / "reference" / "errors.md"
 SCHEMA = DOCS / "reference" / "entries-and-schema.md"
+ADDRESS = "postgresql://agents@db.internal/agents"
+"""Where a ledger on a server is, in the documentation."""
 TWO_PROGRAMS = DOCS / "tutorial" / "two-programs.md"
 
 
@@ -127,14 +130,17 @@ def prose(page: Path) -> str:
 class Reader:
     """Somebody who types a page from its top to its end, in an empty folder."""
 
-    def __init__(self, page: Path, folder: Path) -> None:
+    def __init__(self, page: Path, folder: Path, server: str = "") -> None:
         self.page = page
         self.folder = folder
+        self.server = server
+        """The database that stands behind the address which pages give, where the page gives it."""
         self.module = types.ModuleType("a_page_of_the_documentation")
         self.ran = 0
 
     def type_all(self) -> None:
-        for block in blocks(self.page):
+        for shown in blocks(self.page):
+            block = replace(shown, text=shown.text.replace(ADDRESS, self.server)) if self.server else shown
             if block.info == "signature":
                 continue
             if block.title is not None:
@@ -246,12 +252,19 @@ def test_every_snippet_of_the_page_runs(page: Path, tmp_path: Path, monkeypatch:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("AGENT_RUN_LEDGER_DB", "agent.db")
-    reader = Reader(page, tmp_path)
-    try:
-        reader.type_all()
-        assert reader.unsaid() == []
-    finally:
-        reader.leave()
+    with contextlib.ExitStack() as servers:
+        needs_server = any(ADDRESS in block.text for block in blocks(page) if block.language in ("python", "console"))
+        server = servers.enter_context(databases().fresh(leave_empty)) if needs_server else ""
+        reader = Reader(page, tmp_path, server)
+        try:
+            reader.type_all()
+            assert reader.unsaid() == []
+        finally:
+            reader.leave()
+
+
+def leave_empty(_: str) -> None:
+    """Make nothing of a database: the page does."""
 
 
 def test_there_is_something_to_run() -> None:

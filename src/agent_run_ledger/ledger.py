@@ -46,6 +46,7 @@ from agent_run_ledger.model import (
     RetryPolicy,
     RunRecord,
     RunState,
+    ServerDiagnosis,
     StepRecord,
     TreeHead,
     VerificationReport,
@@ -252,7 +253,7 @@ class Ledger(Operator):
     def inspect(self, run_id: str) -> Inspection:
         """The run and its steps as closely as they can be looked at; where they are damaged, too. Raises `RunNotFound`."""
         run, seen = self.get_run(run_id), self._readable(run_id)
-        is_seen = self._is_seen(run.owner)
+        is_seen = self._is_seen(run)
         return Inspection(
             run=run,
             steps=seen.steps,
@@ -266,12 +267,12 @@ class Ledger(Operator):
 
     def is_waiting(self, run: RunRecord) -> bool:
         """Whether the run goes on as soon as its program runs again: it has not ended, and nobody is seen to work on it."""
-        return self._waits(run, self._is_seen(run.owner))
+        return self._waits(run, self._is_seen(run))
 
-    def _is_seen(self, owner: str | None) -> bool:
+    def _is_seen(self, run: RunRecord) -> bool:
         from agent_run_ledger.stores import diagnosis
 
-        return diagnosis.is_seen(self._store, owner)
+        return diagnosis.is_seen(self._store, run.run_id, run.owner)
 
     @staticmethod
     def _waits(run: RunRecord, is_owner_seen: bool) -> bool:
@@ -532,10 +533,13 @@ class AgentRunLedger(Fleet, Ledger):
         super().close()
 
     @classmethod
-    def open_read_only(cls, path: str | os.PathLike[str], *, clock: Clock | None = None) -> Self:
+    def open_read_only(
+        cls, path: str | os.PathLike[str], *, outage_seconds: float = OUTAGE_SECONDS, clock: Clock | None = None
+    ) -> Self:
         """The ledger at `path` to look at, also while agents work on it: it is not made, written or migrated.
 
-        What would write raises `StoreReadOnly`. Raises `StoreUnavailable` where there is no such file, else as opening it does.
+        What would write raises `StoreReadOnly`. Raises `StoreUnavailable` where there is no such file, and where a server cannot be
+        reached for `outage_seconds`; else as opening it does.
 
         >>> with AgentRunLedger.open_read_only("agent.db") as ledger:
         ...     [run.goal for run in ledger.runs()]
@@ -544,7 +548,8 @@ class AgentRunLedger(Fleet, Ledger):
         if os.fspath(path) == ":memory:":
             raise ValueError("a ledger in memory is seen by its own ledger object only: give the path of a file")
         timed = clock or SystemClock()
-        return cls(open_store(path, durability="full", clock=timed, read_only=True), clock=timed)
+        store = open_store(path, durability="full", clock=timed, outage_seconds=outage_seconds, read_only=True)
+        return cls(store, outage_seconds=outage_seconds, clock=timed)
 
     @staticmethod
     def migrate(
@@ -565,11 +570,14 @@ class AgentRunLedger(Fleet, Ledger):
         return migrate(dsn, dry_run=dry_run, partitions=partitions, triggers=triggers, grant=grant)
 
     @staticmethod
-    def diagnose(path: str | os.PathLike[str]) -> Diagnosis:
-        """What stands around the file of a ledger, also of one that cannot be read. Raises `StoreError` where there is no file."""
-        from agent_run_ledger.stores import diagnosis
+    def diagnose(path: str | os.PathLike[str]) -> Diagnosis | ServerDiagnosis:
+        """What stands around a ledger, also one that cannot be read: of a file the disk, of a database the server and its role's rights.
 
-        return diagnosis.diagnose(path)
+        Raises `StoreError` where there is no file, or where the server cannot be reached.
+        """
+        from agent_run_ledger.stores import diagnose
+
+        return diagnose(path)
 
     def create_run(self, goal: str, run_id: str | None = None, *, wait: float | None = None) -> str:
         """Make a run and return its id. A `run_id` that exists with an equal goal is attached to: the next call replays it.

@@ -361,6 +361,44 @@ class Diagnosis:
 
 
 @dataclass(frozen=True, slots=True)
+class ServerDiagnosis:
+    """What stands around a ledger on PostgreSQL: the server that answers, the way to it, and what the role may do there."""
+
+    place: str
+    """Its address, without the password."""
+    host: str
+    """Which of its hosts answered: a name, an address, or the folder of a socket."""
+    server_version: str
+    is_behind_pooler: bool
+    """Whether a pooler stands between that gives each transaction a session of its own."""
+    is_standby: bool
+    role: str
+    is_superuser: bool
+    schema_version: int | None
+    newest_schema_version: int
+    """What `migrate` of this version brings it to."""
+    has_triggers: bool
+    """Whether the log is kept append-only by triggers."""
+    may_rewrite: tuple[str, ...]
+    """What this role may do to entries that stands: ``UPDATE``, ``DELETE``, ``TRUNCATE``."""
+    synchronous_commit: str
+    """What the server would do if a ledger did not say in each transaction what it wants."""
+    synchronous_standby_names: str
+    syncs: bool
+    """Whether the server brings to its disk what it says to have committed."""
+    writes_whole_pages: bool
+    """Whether a page that was half written when the machine stopped can be restored."""
+    most_connections: int
+    clock_ahead_seconds: float
+    """How far its clock is ahead of this machine's."""
+    round_trip_seconds: float
+    size_bytes: int
+    """Of the ledger's tables and indexes."""
+    trouble: str | None
+    """Why it cannot be used as a ledger; of the ledger nothing is known then."""
+
+
+@dataclass(frozen=True, slots=True)
 class Verdict:
     """What a loop detector says after a call: ``level`` is ``"ok"``, ``"suspected"`` or ``"certain"``."""
 

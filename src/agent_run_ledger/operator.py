@@ -63,7 +63,7 @@ class Operator:
         def _run(self, run_id: str) -> HeldRun: ...
         def get_run(self, run_id: str) -> RunRecord: ...
         def runs(self, status: str | None = None) -> list[RunRecord]: ...
-        def _is_seen(self, owner: str | None) -> bool: ...
+        def _is_seen(self, run: RunRecord) -> bool: ...
 
     # --- acts ---------------------------------------------------------------------------------------------------------
 
@@ -179,7 +179,7 @@ class Operator:
             )
         going = [step for step in history.positions.values() if step.outcome is None and step.waits is None]
         carried = [step.number for step in going if step.number < from_step]
-        if carried and self._is_seen(self.get_run(run_id).owner):  # the fork would find it in doubt, and it is not
+        if carried and self._is_seen(self.get_run(run_id)):  # the fork would find it in doubt, and it is not
             raise IllegalTransition(history.state, f"FORK behind step {carried[0]}, which is in flight", run_id)
         return self._fork(history, from_step, None, None, new_run_id, by, reason)
 

@@ -14,7 +14,7 @@ from typing import NoReturn
 import agent_run_ledger
 from agent_run_ledger.cli import fleet, places, preflight, supervise
 from agent_run_ledger.cli.options import count, number, seconds
-from agent_run_ledger.cli.shell import ERROR, INTERRUPTED, PIPE_CLOSED, VARIABLE, UsageError
+from agent_run_ledger.cli.shell import ERROR, INTERRUPTED, PIPE_CLOSED, VARIABLE, UsageError, without_passwords
 from agent_run_ledger.cli.terminal import plain, writable
 
 _EPILOG = f"""\
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return PIPE_CLOSED
     except (UsageError, agent_run_ledger.LedgerError, OSError) as error:
-        sys.stderr.write(f"agent-run-ledger: {plain(str(error))}\n")
+        sys.stderr.write(f"agent-run-ledger: {plain(without_passwords(str(error)))}\n")
         return ERROR
     return status
 
@@ -57,7 +57,7 @@ class _Parser(argparse.ArgumentParser):
     """Says what is wrong in one line."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(ERROR, f"{self.prog}: {plain(message)}; see {self.prog} --help\n")
+        self.exit(ERROR, f"{self.prog}: {plain(without_passwords(message))}; see {self.prog} --help\n")
 
 
 class _Commands:
@@ -108,7 +108,9 @@ def _add_json(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_db(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--db", metavar="PATH", help=f"the ledger's file (default: ${VARIABLE})")
+    parser.add_argument(
+        "--db", metavar="PLACE", help=f"the ledger: its file, or its address, postgresql://… (default: ${VARIABLE})"
+    )
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -193,7 +195,7 @@ def _add_looking(commands: _Commands) -> None:
     add(
         "doctor",
         "looking",
-        "Check the machine, the database file and the runs for what may be in the way.",
+        "Check the machine, the file or the server, and the runs for what may be in the way.",
         "--db demo/agent.db doctor",
     )
 

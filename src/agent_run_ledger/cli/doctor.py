@@ -1,4 +1,4 @@
-"""What may be in the way: the machine's SQLite, the file and the disk it lies on, and runs that wait for somebody."""
+"""What may be in the way: the file and the disk it lies on, or the server and the way to it, and runs that wait for somebody."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from agent_run_ledger import AgentRunLedger, StoreCorrupt
-from agent_run_ledger.cli.shell import UsageError
+from agent_run_ledger import AgentRunLedger, RunRecord, RunState, StoreCorrupt
 from agent_run_ledger.cli.waiting import waits_of
-from agent_run_ledger.model import Diagnosis
+from agent_run_ledger.model import Diagnosis, ServerDiagnosis
 
 LITTLE_SPACE_BYTES = 500 * 1024 * 1024
 LONG_LOG_BYTES = 64 * 1024 * 1024
 MOST_NAMES = 5
+OLDEST_TRIED = 15
+FAR_OFF_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,24 +29,31 @@ class Check:
 
 
 def examine(path: str) -> Iterator[Check]:
-    """Look at everything, one check after the other. Raises a `StoreError` where there is no such file."""
-    if path.startswith(("postgresql://", "postgres://")):
-        raise UsageError(
-            "doctor looks at the file of a ledger, and this one is a database: `verify` and `runs --stuck` look at it"
-        )
+    """Look at everything, one check after the other. Raises a `StoreError` where there is no such file, or no way to the server."""
     diagnosis = AgentRunLedger.diagnose(path)
     yield Check("python", "ok", f"{sys.version.split()[0]} ({sys.executable})")
-    yield _sqlite(diagnosis)
-    yield from _disk(diagnosis)
+    if isinstance(diagnosis, Diagnosis):
+        yield _sqlite(diagnosis)
+        yield from _disk(diagnosis)
+    else:
+        yield from _server(diagnosis)
     if diagnosis.trouble is not None:
         yield Check("ledger", "problem", diagnosis.trouble)
         return
-    yield from _schema(diagnosis)
     try:
         with AgentRunLedger.open_read_only(path) as ledger:
-            yield from _runs(ledger)
+            if isinstance(diagnosis, Diagnosis):
+                yield from _schema(diagnosis)
+                yield from _runs(ledger, ledger.runs())
+            else:
+                yield from _tables(diagnosis)
+                yield from _fleet(ledger)
+                yield from _runs(ledger, ledger.runs(), reads_ended=False)  # there may be a million
     except StoreCorrupt as error:
         yield Check("ledger", "problem", str(error))
+
+
+# --- a file -----------------------------------------------------------------------------------------------------------
 
 
 def _sqlite(diagnosis: Diagnosis) -> Check:
@@ -97,14 +105,98 @@ def _schema(diagnosis: Diagnosis) -> Iterator[Check]:
         yield Check("journal mode", "warn", f"{mode}; it is put back to wal when an agent opens the ledger next")
 
 
-def _runs(ledger: AgentRunLedger) -> Iterator[Check]:
-    records = ledger.runs()
+# --- a server ---------------------------------------------------------------------------------------------------------
+
+
+def _server(diagnosis: ServerDiagnosis) -> Iterator[Check]:
+    release = int(diagnosis.server_version.partition(".")[0])
+    trip = diagnosis.round_trip_seconds * 1000
+    said = f"PostgreSQL {diagnosis.server_version} at {diagnosis.host}, which answers in {trip:.1f} ms"
+    if release < OLDEST_TRIED:
+        yield Check("server", "warn", f"{said}; versions before {OLDEST_TRIED} were not tried")
+    elif diagnosis.is_standby:
+        yield Check("server", "warn", f"{said}; it is a standby: it can be looked at, and no agent can write to it")
+    else:
+        yield Check("server", "ok", said)
+    if diagnosis.is_behind_pooler:
+        said = "one stands between, so statements are not prepared, and workers hear of new runs by looking"
+        yield Check("pooler", "ok", said)
+    else:
+        yield Check("pooler", "ok", "none stands between")
+    yield _commits(diagnosis)
+    ahead = diagnosis.clock_ahead_seconds
+    said = f"the server's is {abs(ahead):.3f} s {'ahead of' if ahead >= 0 else 'behind'} this machine's; leases go by the server's alone"
+    yield Check("clock", "warn" if abs(ahead) > FAR_OFF_SECONDS else "ok", said)
+
+
+def _commits(diagnosis: ServerDiagnosis) -> Check:
+    if not diagnosis.syncs or not diagnosis.writes_whole_pages:
+        setting = "fsync" if not diagnosis.syncs else "full_page_writes"
+        said = f"{setting} is off on this server: a crash of its machine may lose what was committed, or the whole database"
+        return Check("commits", "problem", said)
+    standbys = diagnosis.synchronous_standby_names
+    said = (
+        f"are on the disk of a standby, too, before they are told ({standbys})"
+        if standbys
+        else "are on the server's disk alone: synchronous_standby_names is empty, so what is lost with it is lost"
+    )
+    return Check(
+        "commits",
+        "ok",
+        f"of durability='full' {said}. Each transaction says for itself whether it is synced (the role's own "
+        f"synchronous_commit is {diagnosis.synchronous_commit!r})",
+    )
+
+
+def _tables(diagnosis: ServerDiagnosis) -> Iterator[Check]:
+    yield Check("schema", "ok", f"version {diagnosis.schema_version}, the newest that this version knows")
+    rewrites = ", ".join(diagnosis.may_rewrite)
+    role = f"role {diagnosis.role!r}"
+    if diagnosis.has_triggers and rewrites:
+        owns = "is a superuser" if diagnosis.is_superuser else f"has {rewrites} on it"
+        said = f"kept append-only by triggers. {role} {owns}: programs need no such role, `migrate --grant` gives one what it needs"
+        yield Check("log", "ok", said)
+    elif diagnosis.has_triggers:
+        yield Check("log", "ok", f"kept append-only by triggers, and {role} has no right to rewrite it")
+    elif rewrites:
+        said = f"nothing keeps {role} from rewriting it: there are no triggers, and it has {rewrites} on the entries"
+        yield Check("log", "problem", said)
+    else:
+        yield Check("log", "ok", f"kept append-only by rights: there are no triggers, and {role} may only add entries")
+    yield Check("size", "ok", f"{_size(diagnosis.size_bytes)} of tables and indexes")
+
+
+def _fleet(ledger: AgentRunLedger) -> Iterator[Check]:
+    workers = ledger.workers()
+    alive = [worker for worker in workers if worker.is_alive]
+    running = sum(worker.running_count for worker in alive)
+    silent = f"; {len(workers) - len(alive)} not heard of any more" if len(alive) < len(workers) else ""
+    yield Check("workers", "ok", f"{len(alive)} alive, with {running} runs{silent}")
+    stuck = ledger.stuck()
+    said = (
+        f"{_named([run.run_id for run in stuck])} not getting on; `runs --stuck` says why"
+        if stuck
+        else "no run is stuck"
+    )
+    yield Check("stuck", "warn" if stuck else "ok", said)
+
+
+# --- runs -------------------------------------------------------------------------------------------------------------
+
+
+def _runs(ledger: AgentRunLedger, records: list[RunRecord], *, reads_ended: bool = True) -> Iterator[Check]:
+    """How they stand. Whether those that have ended can be read is for `verify` to say where they are not read here."""
     states = Counter("that cannot be read" if record.is_damaged else record.status for record in records)
     counted = ", ".join(f"{count} {state}" for state, count in sorted(states.items())) or "none"
-    yield Check("runs", "ok", counted)
+    if moved := sum(record.moved_to is not None for record in records):
+        counted += f"; {moved} of them moved to another ledger"
+    owners = {record.owner for record in records if record.owner is not None}
+    yield Check("runs", "ok", f"{counted}; {len(owners)} owners at work" if owners else counted)
     damaged, redispatched, in_doubt = [], Counter[str](), []
     waiting, planned, to_decide = [], [], []
     for record in records:
+        if not reads_ended and not record.is_damaged and RunState(record.status).is_terminal:
+            continue
         seen = ledger.inspect(record.run_id)
         kinds = {wait.kind for wait in waits_of(ledger, record, seen.steps)}
         if kinds & {"resolve", "release"}:

@@ -51,7 +51,7 @@ def runs(given: argparse.Namespace) -> int:
 
 
 def _run_row(ledger: agent_run_ledger.AgentRunLedger, record: agent_run_ledger.RunRecord) -> tuple[str | None, ...]:
-    cause = record.cause or told(waits_of(ledger, record))
+    cause = f"moved to {record.moved_to}" if record.moved_to else record.cause or told(waits_of(ledger, record))
     updated = when(record.updated_at) if record.updated_at else ""
     return (record.run_id, record.status, str(record.total_steps), updated, cut(record.goal, 40), cause)
 
@@ -105,7 +105,7 @@ def show(given: argparse.Namespace) -> int:
 
 
 def _described(record: agent_run_ledger.RunRecord, is_seen: bool) -> str:
-    owner = record.owner and f"{record.owner} ({'alive' if is_seen else 'not seen alive on this machine'})"
+    owner = record.owner and f"{record.owner} ({'alive' if is_seen else 'not seen alive'})"
     facts: list[tuple[str, Any]] = [
         ("run", record.run_id),
         ("goal", record.goal),
@@ -116,6 +116,7 @@ def _described(record: agent_run_ledger.RunRecord, is_seen: bool) -> str:
         ("updated", when(record.updated_at) if record.updated_at else None),
         ("queue", record.queue and record.queue + queued(record)),
         ("owner", owner),
+        ("moved to", record.moved_to),
         ("fencing token", record.fencing_token),
         ("result", None if record.result is None else repr(record.result)),
     ]

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import agent_run_ledger
 from agent_run_ledger.cli.options import number
-from agent_run_ledger.cli.shell import OK, UsageError, data_of, path_of
+from agent_run_ledger.cli.shell import OK, UsageError, data_of, is_address, opened_to_look, path_of
 from agent_run_ledger.cli.terminal import Progress, as_json, counted, plain
 
 
@@ -50,30 +50,37 @@ def add(add_command: Callable[..., argparse.ArgumentParser]) -> None:
 def copy(given: argparse.Namespace) -> int:
     progress = Progress(sys.stderr)
     copied = []
+    opened_to_look(given).close()  # a file that is not there is not made
     with agent_run_ledger.AgentRunLedger(path_of(given)) as ledger:
-        try:
-            for run_id in given.run_ids:
-                copied += ledger.copy(run_id, given.to, children=given.children, told=progress.show)
-        finally:
-            progress.clear()
+        for run_id in given.run_ids:
+            try:
+                found = ledger.copy(run_id, given.to, children=given.children, told=progress.show)
+            finally:
+                progress.clear()
+            copied += found
+            for each in found if not given.json else ():
+                print(plain(f"run {each.run_id!r} {_said(each)}"), flush=True)
     if given.json:
         print(as_json({"runs": [data_of(each) for each in copied]}))
-        return OK
-    for each in copied:
-        size = counted(each.entries, "entry", "entries")
-        if each.was_there:
-            said = f"stands in {each.place} already: {size}"
-        elif each.is_moved:
-            said = f"was moved to {each.place}, {size}, and goes on there"
-        else:
-            said = f"was copied to {each.place}: {size}"
-        print(plain(f"run {each.run_id} {said}"))
     return OK
+
+
+def _said(copied: agent_run_ledger.CopiedRun) -> str:
+    """What became of a run, to be read behind its id."""
+    size = counted(copied.entries, "entry", "entries")
+    if copied.was_there:
+        goes_on = ", and goes on there" if copied.is_moved else ""
+        return f"stands in {copied.place} already{goes_on}: {size}"
+    return (
+        f"was moved to {copied.place}, and goes on there: {size}"
+        if copied.is_moved
+        else f"was copied to {copied.place}: {size}"
+    )
 
 
 def migrate(given: argparse.Namespace) -> int:
     place = path_of(given)
-    if not place.startswith(("postgresql://", "postgres://")):
+    if not is_address(place):
         raise UsageError(f"{place!r} is a file: it is brought up to date when it is opened, after a copy was made")
     ran = agent_run_ledger.AgentRunLedger.migrate(
         place, dry_run=given.dry_run, partitions=given.partitions, triggers=not given.no_triggers, grant=given.grant

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection
 from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from agent_run_ledger import AgentRunLedger, IllegalTransition, RunState
+from agent_run_ledger import AgentRunLedger, IllegalTransition, RunMoved, RunState
 from agent_run_ledger.cli.shell import OK, PREVIEWED, command_for, data_of, path_of, run_data
 from agent_run_ledger.cli.terminal import as_json, labelled, plain
 from agent_run_ledger.cli.tracing import next_start
@@ -126,10 +126,12 @@ def _is_confirmed(given: argparse.Namespace) -> bool:
 
 
 def seen_for(given: argparse.Namespace, ledger: AgentRunLedger, what: str, states: Collection[RunState]) -> Inspection:
-    """The run that is to be acted upon. Raises `IllegalTransition` where it is in a state that does not take this."""
+    """The run that is to be acted upon. Raises `IllegalTransition` where it is in a state that does not take this, and `RunMoved`."""
     if given.by is None:
         given.by = _who()
     seen = ledger.inspect(given.run_id)
+    if seen.run.moved_to is not None and what != "FORK":  # which takes nothing from it but what stands here
+        raise RunMoved(given.run_id, seen.run.moved_to)
     state = RunState(seen.run.status)
     if state not in states:
         raise IllegalTransition(state, what, given.run_id)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shlex
 import sys
 from dataclasses import fields
@@ -17,8 +18,28 @@ OK, PROBLEM, ERROR, PREVIEWED, INTERRUPTED, TERMINATED, PIPE_CLOSED = 0, 1, 2, 3
 VARIABLE = "AGENT_RUN_LEDGER_DB"
 
 
+_LOOK_SECONDS = 5.0
+"""How long a server that cannot be reached keeps somebody waiting who only looks."""
+
+# Up to the last @ of a word, or of what stands in quotes: who forgot to escape one in his password is not to see the rest of it.
+_PASSWORD = re.compile(
+    r"""(?P<quoted>['"]postgres(?:ql)?://[^'":/?#@]*):[^'"]*@ | (?P<plain>://[^\s:/?#@]*):\S*@ | (?<=password=)[^&\s]+""",
+    re.VERBOSE,
+)
+
+
 class UsageError(Exception):
     """The command line asks for what cannot be done."""
+
+
+def is_address(place: str) -> bool:
+    """Whether a ledger is a database on a server, and not a file."""
+    return place.startswith(("postgresql://", "postgres://"))
+
+
+def without_passwords(text: str) -> str:
+    """A text for people, with the passwords taken out of all addresses in it."""
+    return _PASSWORD.sub(lambda found: f"{user}@" if (user := found["quoted"] or found["plain"]) else "", text)
 
 
 def path_of(given: argparse.Namespace) -> str:
@@ -32,19 +53,22 @@ def path_of(given: argparse.Namespace) -> str:
 
     found = ledgers_in(os.curdir)
     where = f"ledgers in this folder: {', '.join(found)}" if found else "there is no ledger in this folder"
-    raise UsageError(f"which ledger? Give --db PATH or set {VARIABLE}; {where}")
+    raise UsageError(f"which ledger? Give --db PLACE or set {VARIABLE}; {where}")
 
 
 def opened_to_look(given: argparse.Namespace) -> agent_run_ledger.AgentRunLedger:
     """The ledger that is meant, opened read-only."""
-    return agent_run_ledger.AgentRunLedger.open_read_only(path_of(given))
+    return agent_run_ledger.AgentRunLedger.open_read_only(path_of(given), outage_seconds=_LOOK_SECONDS)
 
 
 def command_for(given: argparse.Namespace, name: str, *words: str, **options: str | Literal[True]) -> str:
-    """A command to paste, about the ledger that this one was about: `agent-run-ledger --db agent.db show --steps 3 october`."""
+    """A command to paste, about the ledger that this one was about: `agent-run-ledger --db agent.db show --steps 3 october`.
+
+    A password is left out of it.
+    """
     line = ["agent-run-ledger"]
     if given.db is not None:
-        line += ["--db", _quoted(given.db)]
+        line += ["--db", _quoted(without_passwords(given.db) if is_address(given.db) else given.db)]
     line.append(name)
     for option, value in options.items():
         line.append(f"--{option.replace('_', '-')}")

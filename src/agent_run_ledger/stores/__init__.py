@@ -11,6 +11,7 @@ from agent_run_ledger.errors import StoreError
 
 if TYPE_CHECKING:
     from agent_run_ledger.contract import Clock, Store
+    from agent_run_ledger.model import Diagnosis, ServerDiagnosis
 
 
 def open_store(
@@ -32,12 +33,28 @@ def open_store(
         from agent_run_ledger.stores.memory import MemoryStore
 
         return MemoryStore(clock=clock)
-    if name.startswith(("postgresql://", "postgres://")):
+    if is_address(name):
         store: Store = _postgres().PostgresStore(name, outage_seconds=outage_seconds, read_only=read_only)
         return store
     from agent_run_ledger.stores.sqlite import SqliteStore
 
     return SqliteStore(name, durability=durability, clock=clock, busy_seconds=busy_seconds, read_only=read_only)
+
+
+def is_address(place: str) -> bool:
+    """Whether a place is that of a database on a server, and not of a file."""
+    return place.startswith(("postgresql://", "postgres://"))
+
+
+def diagnose(path: str | os.PathLike[str]) -> Diagnosis | ServerDiagnosis:
+    """See `AgentRunLedger.diagnose`."""
+    name = os.fsdecode(path)
+    if is_address(name):
+        found: ServerDiagnosis = _postgres().diagnose(name)
+        return found
+    from agent_run_ledger.stores import diagnosis
+
+    return diagnosis.diagnose(name)
 
 
 def migrate(

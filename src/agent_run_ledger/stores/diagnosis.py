@@ -63,16 +63,19 @@ def has_wal_reset_bug(version: tuple[int, ...]) -> bool:
     )
 
 
-def is_seen(store: Store, owner: str | None) -> bool:
-    """Whether a process that can be seen from here holds the lock of this owner; where nothing can be seen, whether there is one.
+def is_seen(store: Store, run_id: str, owner: str | None) -> bool:
+    """Whether whoever owns the run is seen to live: by the lock that he holds on this machine, else by his lease.
 
-    The kernel's list is read. To try the lock would tell more, and could make a program that takes the run over at that moment
+    Where neither says anything he lives. The kernel's list is read. To try the lock would tell more, and could make a program that takes the run over at that moment
     believe that somebody has it.
     """
     if not isinstance(owner, str):  # a damaged head may hold anything, and nobody has such a lock
         return False
-    locked, database = _locked(), getattr(store, "path", None)
-    if locked is None or not isinstance(database, str):
+    database = getattr(store, "path", None)
+    if not isinstance(database, str):
+        head = store.head(run_id)
+        return head is not None and head.owner == owner and (head.lease_left is None or head.lease_left > 0)
+    if (locked := _locked()) is None:
         return True
     folder = Owners(database).folder
     for name in (owner, "sha256_" + hashlib.sha256(owner.encode(errors="surrogatepass")).hexdigest()):

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Any, TypeVar
+from urllib.parse import quote
 
 import psycopg
 from psycopg import conninfo
@@ -272,6 +273,8 @@ class Connections:
                 # them takes a thousand times as long.
                 link.execute(b"SET plan_cache_mode = force_generic_plan; SET jit = off")
                 link.prepare_threshold = 1
+                if self.read_only:
+                    link.execute(b"SET default_transaction_read_only = on")
         except BaseException:
             link.close()
             raise
@@ -346,7 +349,10 @@ def place_of(dsn: str) -> str:
     """An address in words for people, without its password."""
     try:
         told = {key: str(value) for key, value in conninfo.conninfo_to_dict(dsn).items() if value is not None}
+        are_numbers = all(port.isdecimal() for port in told.get("port", "").split(",") if port)
     except psycopg.Error:  # what libpq says of it holds all of it, and so its password
+        are_numbers = False
+    if not are_numbers:  # nor is a port shown that is none: a password with a slash in it is taken for one
         raise StoreError(
             "this is no address of a PostgreSQL database; nothing was opened. It is spelt postgresql://user:password@host:port/database, "
             "with what would mean something else in it written as %XX."
@@ -355,7 +361,8 @@ def place_of(dsn: str) -> str:
     hosts, ports = told.get("host", "").split(","), told.get("port", "").split(",")
     ports = ports * len(hosts) if len(ports) == 1 else ports
     where = ",".join(f"{host}:{port}" if port else host for host, port in zip(hosts, ports, strict=False))
-    return f"postgresql://{user}{where}/{told.get('dbname', '')}"
+    schema = f"?options={quote(told['options'])}" if "search_path" in told.get("options", "") else ""
+    return f"postgresql://{user}{where}/{told.get('dbname', '')}{schema}"
 
 
 def level(synced: bool) -> str:

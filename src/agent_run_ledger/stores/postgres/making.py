@@ -22,7 +22,7 @@ _SALTED = "INSERT INTO secrets (run_id, secret) SELECT run_id, %b FROM made"
 _ROWS = """
     INSERT INTO payloads (run_id, digest, bytes)
     SELECT run_id, p.digest, p.bytes FROM made, unnest(%b::bytea[], %b::bytea[]) AS p (digest, bytes)
-    ON CONFLICT (run_id, digest) DO NOTHING
+    ON CONFLICT (run_id, digest) DO UPDATE SET bytes = excluded.bytes WHERE payloads.bytes IS NULL
 ), written AS (
     INSERT INTO entries (run_id, seq, kind, position, attempt, body, roots, payload, digest, fingerprint, encoding)
     SELECT run_id, n.* FROM made, unnest(

@@ -10,7 +10,16 @@ from typing import Any
 import psycopg
 
 from agent_run_ledger.contract import Append, Beat, Head, Lease, Listing, QueueTerms, Request, Row, Summary
-from agent_run_ledger.errors import LeaseLost, LedgerError, RunMoved, RunNotFound, RunOwned, StoreError, StoreReadOnly
+from agent_run_ledger.errors import (
+    LeaseLost,
+    LedgerError,
+    RunMoved,
+    RunNotFound,
+    RunOwned,
+    StoreError,
+    StoreReadOnly,
+    StoreUnavailable,
+)
 from agent_run_ledger.stores import lifetime
 from agent_run_ledger.stores.postgres import queues as waiting
 from agent_run_ledger.stores.postgres import reading
@@ -156,8 +165,8 @@ class PostgresStore:
 
         def was_taken_in(link: Link) -> bool:
             if making.find(link) is None:
-                raise StoreError(
-                    f"the connection to {self.place} was lost while run {run_id!r} was taken in; nothing of it was written. Call again."
+                raise StoreUnavailable(  # whoever does it there may be at it still
+                    f"the connection to {self.place} was lost while run {run_id!r} was taken in, and it may be written yet. Call again."
                 )
             return True
 
