@@ -214,11 +214,12 @@ def begins(ledger: AgentRunLedger) -> Callable[[int], int]:
 
 
 def wait(place: str) -> None:
-    """Look for work that is not there, wait, and say when it woke; again and again."""
+    """Wait for work again and again, and say when it woke."""
     store = open_store(place, durability="full", clock=SystemClock())
+    while store.wait_for_work(0.1):  # what happened before the first wait
+        pass
     print("ready", flush=True)
     for _ in sys.stdin:
-        store.claim_due("waits", LEASE_SECONDS, [QueueTerms("default")], ["of nobody"], 1)
         while not store.wait_for_work(10.0):
             pass
         print(time.monotonic(), flush=True)
