@@ -24,6 +24,7 @@ hypothesis.settings.register_profile("explore", max_examples=2_000, print_blob=T
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 DEBIAN_PACKAGES = {
+    "/usr/lib/postgresql/15/bin/postgres": "postgresql-15",
     "dmsetup": "dmsetup",
     "losetup": "mount",
     "mkfs.ext4": "e2fsprogs",

@@ -194,10 +194,14 @@ class Reader:
         return [message for message in shown if not any(agrees(said, message) for said in got)]
 
     def leave(self) -> None:
-        for value in list(vars(self.module).values()):
-            if isinstance(value, AgentRunLedger | RunLedger):
-                value.close()
-        sys.modules.pop(self.module.__name__, None)
+        """Close its ledgers, and forget the modules of its folder, which another page may have under the same names."""
+        files = {path.stem: str(path) for path in self.folder.glob("*.py")}
+        typed = [module for name in files if getattr(module := sys.modules.get(name), "__file__", None) == files[name]]
+        for module in (self.module, *typed):
+            for value in list(vars(module).values()):
+                if isinstance(value, AgentRunLedger | RunLedger):
+                    value.close()
+            sys.modules.pop(module.__name__, None)
 
 
 def commands_of(block: Block) -> Iterator[tuple[str, str]]:
@@ -240,6 +244,7 @@ def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[Endpoint]:
 @pytest.mark.parametrize("page", [page for page in PAGES if page.is_file()], ids=name_of)
 def test_every_snippet_of_the_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("AGENT_RUN_LEDGER_DB", "agent.db")
     reader = Reader(page, tmp_path)
     try:

@@ -15,7 +15,7 @@ import psycopg
 import pytest
 from psycopg.types.numeric import Int8BinaryDumper, Int8Dumper
 
-from agent_run_ledger.contract import QueueTerms, Store
+from agent_run_ledger.contract import Append, QueueTerms, Store
 from agent_run_ledger.errors import LeaseLost, RunOwned, StoreError, StoreReadOnly
 from agent_run_ledger.stores.postgres import PostgresStore, queues
 from agent_run_ledger.stores.postgres.connections import MOST_CONNECTIONS, place_of, timed
@@ -213,6 +213,23 @@ def test_of_the_same_rows_that_come_twice_at_once_one_is_written_and_both_are_an
     assert len(store.read("r")) == 2
 
 
+def test_what_breaks_a_rule_of_the_schema_fails_nothing_that_comes_with_it(store: PostgresStore) -> None:
+    tokens = [create(store, f"r{number}").token for number in range(3)]
+    bad: Any = a_row(2)._replace(body=None)
+    answers = store.append_all(
+        [
+            Append("r0", tokens[0], 0, [a_row(2)]),
+            Append("r1", tokens[1], 0, [bad]),
+            Append("r2", tokens[2], 0, [a_row(2), a_row(3)]),
+        ],
+        synced=True,
+    )
+    assert (answers[0], answers[2]) == (True, True)
+    assert isinstance(answers[1], StoreError)
+    assert [len(store.read(f"r{number}")) for number in range(3)] == [2, 1, 3]
+    assert refuses(StoreError, lambda: store.append("r1", tokens[1], 0, [bad], synced=True)).args == answers[1].args
+
+
 def test_a_claim_of_what_is_due_waits_for_nobody(store: PostgresStore, dsn: str) -> None:
     for number in range(3):
         enqueue(store, f"r{number}", priority=-number)
@@ -247,6 +264,62 @@ def test_workers_of_two_stores_pass_no_limit_together(store: PostgresStore, dsn:
     (leases,) = outcome
     assert isinstance(leases, list)
     assert len(leases) == 1
+
+
+# --- what waits for the disk ------------------------------------------------------------------------------------------
+
+DISK: dict[str, tuple[str, Callable[[PostgresStore], object]]] = {
+    "create": ("on", lambda s: create(s, "new")),
+    "enqueue": ("on", lambda s: enqueue(s, "new")),
+    "adopt": ("on", lambda s: s.adopt("new", 1, SECRET, LISTING, [[a_row(1)]], [], None)),
+    "claim": ("on", lambda s: s.claim("free", "b", 30.0)),
+    "claim due": ("on", lambda s: claim_due(s)),
+    "claim within limits": ("on", lambda s: claim_due(s, QueueTerms("q", 1, 1))),
+    "move away": ("on", lambda s: s.move_away("r", 1, "elsewhere")),
+    "post": ("on", lambda s: s.post("r", "signal", b"", "who", 1.0)),
+    "append": ("on", lambda s: s.append("r", 1, 0, [a_row(2)], synced=True)),
+    "append several": ("on", lambda s: s.append("r", 1, 0, [a_row(2), a_row(3)], synced=True)),
+    "append unsynced": ("off", lambda s: s.append("r", 1, 0, [a_row(2)], synced=False)),
+    "append several unsynced": ("off", lambda s: s.append("r", 1, 0, [a_row(2), a_row(3)], synced=False)),
+    "renew": ("off", lambda s: s.renew("r", 1, 30.0)),
+    "release": ("off", lambda s: s.release("r", 1)),
+    "beat": ("off", lambda s: s.beat("worker", b"")),
+}
+
+
+@pytest.mark.parametrize("verb", DISK)
+def test_each_transaction_says_for_itself_whether_it_waits_for_the_disk(
+    verb: str, store: PostgresStore, dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever was set before, for the session or for the database."""
+    monkeypatch.setattr(
+        store._bell, "ring_elsewhere", lambda _: None
+    )  # it would ring in the same transaction, and not after it
+    create(store, "r")
+    store.release("free", create(store, "free").token)
+    enqueue(store, "due")
+    expected, act = DISK[verb]
+    with psycopg.connect(dsn) as connection:
+        connection.execute("SELECT set_config('synchronous_commit', 'local', true)")
+        held_open(store, connection, act)
+        assert connection.execute("SHOW synchronous_commit").fetchone() == (expected,)
+        connection.rollback()
+
+
+def test_what_stands_there_already_is_on_the_disk_when_it_is_answered_for() -> None:
+    """Whoever wrote it first need not have waited."""
+    with Server(settings={"wal_writer_delay": "10s"}) as server:
+        ledger_with_a_clock(server.start().dsn())
+        store = PostgresStore(server.dsn())
+        token = create(store, "r").token
+        with server.connect() as connection:
+            for rows in ([a_row(2)], [a_row(3), a_row(4)]):
+                assert store.append("r", token, 0, rows, synced=False)
+                ((written,),) = connection.execute("SELECT pg_current_wal_insert_lsn()").fetchall()
+                is_flushed = b"SELECT pg_current_wal_flush_lsn() >= %s"
+                assert store.append("r", token, 0, rows, synced=True)
+                assert connection.execute(is_flushed, [written]).fetchone() == (True,)
+        store.close()
 
 
 # --- the database's clock ---------------------------------------------------------------------------------------------
@@ -287,6 +360,21 @@ def test_without_a_clock_of_a_test_leases_are_measured_by_the_databases(dsn: str
     create(store, "over", lease_seconds=-1.0)
     assert store.claim("over", "b", 30.0).owner == "b"
     store.close()
+
+
+def test_a_new_epoch_begins_above_every_token_of_the_old_ones(store: PostgresStore, dsn: str) -> None:
+    for run_id in ("r", "s"):
+        store.release(run_id, create(store, run_id).token)
+    enqueue(store, "old")
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        connection.execute("UPDATE meta SET value = 7 WHERE key = 'epoch'")
+    first = 7 * 2**20 + 1
+    assert store.first_token() == first == create(store, "new").token
+    assert [lease.token for lease in claim_due(store)] == [first]
+    assert store.claim("r", "a", 30.0).token == first
+    enqueue(store, "queued")
+    assert head_of(store, "queued").token == first - 1
+    assert [lease.token for lease in claim_due(store, QueueTerms("q", 9))] == [first]
 
 
 # --- forks and interrupts ---------------------------------------------------------------------------------------------
@@ -398,6 +486,14 @@ def test_who_waits_hears_of_what_another_process_makes_due(store: PostgresStore,
         assert outcome == [True]
     settle(store)
     enqueue(other, "while nobody waits")
+    assert store.wait_for_work(60.0)
+    other.close()
+
+
+def test_what_comes_before_there_is_a_line_is_heard_of(store: PostgresStore, dsn: str) -> None:
+    other = PostgresStore(dsn, _now=DatabaseClock.SQL)
+    assert store.wait_for_work(0.0)
+    enqueue(other, "r")
     assert store.wait_for_work(60.0)
     other.close()
 

@@ -448,7 +448,7 @@ def die_in_the_wait(bench: Bench, monkeypatch: pytest.MonkeyPatch, policy: Retry
 def test_a_crash_during_the_wait_restarts_neither_the_count_nor_the_wait(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    policy = RetryPolicy(max_attempts=2, base=1000.0, cap=1000.0)
+    policy = RetryPolicy(max_attempts=2, base=1000.0, cap=1000.0, jitter="decorrelated")  # which is never short
     due = die_in_the_wait(bench, monkeypatch, policy)
     bench.clock.set_wall(due - 5.0)  # a part of the wait has passed while nobody was there
     bench.clock.advance(0)

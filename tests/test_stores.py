@@ -17,6 +17,7 @@ from agent_run_ledger.errors import LedgerError
 from agent_run_ledger.stores import open_store
 from agent_run_ledger.testing import FakeClock, StoreContract, a_row
 from agent_run_ledger.testing.stores.words import LISTING
+from support.ledgers import KINDS, Bench
 
 
 @pytest.fixture
@@ -62,11 +63,11 @@ several_appends = st.lists(
 )
 
 
-def a_busy_store(path: str, clock: FakeClock) -> Store:
-    store = open_store(path, durability="process", clock=clock)
+def a_busy_store(bench: Bench) -> Store:
+    store = bench.store()
     for run_id in ("taken over", "held", "posted", "given back", "noted"):
         assert store.create(run_id, "a", 10.0 if run_id == "taken over" else 1e6, b"s" * 32, [a_row(1)], LISTING)
-    clock.advance(11.0)
+    bench.clock.advance(11.0)
     store.claim("taken over", "b", 1e6)
     store.post("posted", "signal", b"", "somebody", 1.0)
     store.release("given back", 1)
@@ -74,11 +75,11 @@ def a_busy_store(path: str, clock: FakeClock) -> Store:
     return store
 
 
-@pytest.mark.parametrize("name", ["ledger.db", ":memory:"])
+@pytest.mark.parametrize("kind", KINDS)
 @settings(deadline=None, max_examples=25)
 @given(batches=st.lists(several_appends, max_size=3), synced=st.booleans())
 def test_appends_that_come_together_do_what_they_would_do_one_after_the_other(
-    name: str, batches: list[list[Append]], synced: bool
+    kind: str, batches: list[list[Append]], synced: bool
 ) -> None:
     def alone(store: Store, append: Append) -> bool | LedgerError:
         try:
@@ -87,12 +88,13 @@ def test_appends_that_come_together_do_what_they_would_do_one_after_the_other(
             return error
 
     def said(answers: list[bool | LedgerError]) -> list[str]:
-        return [repr(answer).replace("other.db", "one.db") for answer in answers]
+        return [repr(answer).replace(other.place, one.place) for answer in answers]
 
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-        one, other = (
-            a_busy_store(name.replace("ledger", f"{folder}/{which}"), FakeClock()) for which in ("one", "other")
-        )
+        benches = [stack.enter_context(Bench(kind, Path(folder) / which)) for which in ("one", "other")]
+        for bench in benches:
+            bench.path.parent.mkdir()
+        one, other = (a_busy_store(bench) for bench in benches)
         stack.callback(one.close)
         stack.callback(other.close)
         for batch in batches:

@@ -17,6 +17,7 @@ from agent_run_ledger import (
     Effect,
     InvalidArguments,
     InvalidName,
+    RetryPolicy,
     RunClosed,
     StoreReadOnly,
     StoreUnavailable,
@@ -213,6 +214,18 @@ def test_no_more_runs_of_a_queue_are_worked_on_at_once_than_it_allows(real: Benc
         gate.open()
         assert sorted(handle.result(LONG) for handle in handles) == list(range(10))
     assert gate.most <= 2
+
+
+def test_a_limit_that_is_declared_later_counts_from_then_on(real: Bench) -> None:
+    ledger, gate = real.open(), Gate()
+    agent = gated(ledger, gate)
+    with worker(ledger):
+        ledger.queue("default", concurrency=1)
+        handles = [ledger.submit(agent, number) for number in range(3)]
+        gate.await_count(1)
+        gate.open()
+        assert sorted(handle.result(LONG) for handle in handles) == [0, 1, 2]
+    assert gate.most == 1
 
 
 def test_runs_with_one_key_wait_for_each_other_and_for_no_others(real: Bench) -> None:
@@ -578,3 +591,32 @@ def test_a_ledger_that_is_open_to_look_at_has_no_workers(tmp_path: Any) -> None:
     AgentRunLedger(tmp_path / "ledger.db").close()
     with AgentRunLedger.open_read_only(tmp_path / "ledger.db") as ledger, pytest.raises(StoreReadOnly):
         ledger.worker()
+
+
+class Slow(MemoryStore):
+    """A store in which a run that was given back is claimed again before whoever gave it back is told that it was."""
+
+    def release(self, run_id: str, token: int, **options: Any) -> None:
+        super().release(run_id, token, **options)
+        until(lambda: (head := self.head(run_id)) is None or head.owner is not None or head.due_in is None)
+
+
+def test_a_run_that_is_due_again_the_moment_it_is_given_back_keeps_its_slot() -> None:
+    store, gate = Slow(), Gate()
+    starts: list[int] = []
+    with AgentRunLedger(store) as ledger:
+
+        @ledger.agent(retry=RetryPolicy(max_attempts=2, base=0.0, cap=0.0))
+        def agent() -> Any:
+            starts.append(1)
+            if len(starts) == 1:
+                raise ValueError("again")
+            return gate("done")
+
+        with worker(ledger, concurrency=2) as working:
+            handle = ledger.submit(agent, run_id=RUN)
+            gate.await_count(1)
+            until(lambda: working.running == [RUN])
+            gate.open()
+            assert handle.result(LONG) == "done"
+            until(lambda: working.running == [])

@@ -183,7 +183,7 @@ class Copying:
         """How many entries stand at the target, all equal to those of the source, which has more only where the run comes back."""
         run_id, number = member.run_id, 0
         here, there = (chain.from_iterable(reading.pages(store, run_id)) for store in (self._source, self._target))
-        for number, (ours, theirs) in enumerate(zip_longest(here, there), 1):  # noqa: B007
+        for number, (ours, theirs) in enumerate(zip_longest(here, there), 1):
             if theirs is None and comes_back:
                 return number - 1
             if ours is None and not member.is_ended and not comes_back:

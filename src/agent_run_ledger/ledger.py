@@ -547,6 +547,24 @@ class AgentRunLedger(Fleet, Ledger):
         return cls(open_store(path, durability="full", clock=timed, read_only=True), clock=timed)
 
     @staticmethod
+    def migrate(
+        dsn: str,
+        *,
+        dry_run: bool = False,
+        partitions: int | None = None,
+        triggers: bool = True,
+        grant: str | None = None,
+    ) -> list[str]:
+        """Make a PostgreSQL database a ledger, or bring an older one up to date, and return the SQL; with `dry_run` the SQL that would.
+
+        Nothing where it is up to date. `partitions` spreads a new ledger's tables over so many parts; `triggers=False` leaves out what
+        keeps the log append-only; `grant` is a role that may use the ledger from then on. Raises a `StoreError`; then nothing was changed.
+        """
+        from agent_run_ledger.stores import migrate
+
+        return migrate(dsn, dry_run=dry_run, partitions=partitions, triggers=triggers, grant=grant)
+
+    @staticmethod
     def diagnose(path: str | os.PathLike[str]) -> Diagnosis:
         """What stands around the file of a ledger, also of one that cannot be read. Raises `StoreError` where there is no file."""
         from agent_run_ledger.stores import diagnosis

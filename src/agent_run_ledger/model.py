@@ -277,9 +277,9 @@ class WorkerRecord:
     agents: tuple[str, ...]
     """The agents that it knows."""
     concurrency: int
-    """How many runs it works on at once."""
+    """How many runs it works on at once, at the most."""
     running: tuple[str, ...]
-    """The ids of the first 100 of them."""
+    """The ids of up to 100 of them."""
     running_count: int
     limits: dict[str, tuple[int | None, int | None]]
     """What it was told of its queues: how many runs of one may be worked on at once, and how many with one key."""

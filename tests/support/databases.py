@@ -17,7 +17,7 @@ from support.daemons import wait_until
 from support.postgres import Server
 
 OTHER_SERVER = "AGENT_RUN_LEDGER_TEST_DSN"
-"""The environment variable with a URL of another server, whose role may make databases: the same tests run there then."""
+"""The environment variable with the URL of another server, for a role that may do anything there: the same tests run on that then."""
 
 Prepare = Callable[[str], object]
 """Is given the URL of an empty database and makes in it what every test wants to find there."""
@@ -143,7 +143,9 @@ class _Prepared:
     def restore(self, connection: psycopg.Connection) -> None:
         """Take away all rows, and put back those that were there."""
         tables = [table for (table,) in connection.execute(_TABLES_WITH_ROWS)]
-        connection.execute("SET session_replication_role = replica")  # triggers keep a ledger's rows from changing
+        connection.execute(
+            "SET LOCAL session_replication_role = replica"
+        )  # triggers keep a ledger's rows from changing
         if tables:
             connection.execute(f"TRUNCATE {', '.join(tables)} RESTART IDENTITY CASCADE")
         for table, rows in self.rows.items():

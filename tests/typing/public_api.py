@@ -18,6 +18,7 @@ from agent_run_ledger import (
     Effect,
     Event,
     Finding,
+    Handle,
     IntentDrift,
     LeaseLost,
     LedgerError,
@@ -48,6 +49,8 @@ from agent_run_ledger import (
     UnserialisableArguments,
     Verdict,
     VerificationReport,
+    Worker,
+    WorkerRecord,
     compute_fingerprint,
     current_run,
     current_step,
@@ -263,11 +266,34 @@ def agents_and_tools(ledger: AgentRunLedger) -> None:
     ledger.run(count, ["a"], run_id="count")
 
 
+def workers(ledger: AgentRunLedger) -> None:
+    @ledger.agent(retry=RetryPolicy(), fatal=(KeyError,))
+    def count(words: list[str]) -> int:
+        return len(words)
+
+    handle = ledger.submit(count, ["a"], run_id="count", queue="books", priority=1, delay=0.5, key="acme")
+    assert_type(handle, Handle)
+    takes_a_string(handle.run_id)
+    takes_a_string(handle.status)
+    handle.result(timeout=1)
+    ledger.queue("books", concurrency=2, per_key=1)
+    with ledger.worker(concurrency=2, queues=("books",), health=("127.0.0.1", 0), drain_seconds=5) as worker:
+        assert_type(worker, Worker)
+        assert_type(worker.health_address, tuple[str, int] | None)
+    assert_type(worker.stop(1.0), bool)
+    assert_type(ledger.workers(), list[WorkerRecord])
+    assert_type([each.reason for each in ledger.stuck(60)], list[str])
+    ledger.wake("count")
+
+
 async def in_an_event_loop(ledger: AgentRunLedger, pipeline: RunLedger) -> None:
     async with ledger.open_run("goal") as run:
         assert_type(run, Run)
     await ledger.aexecute_step("october", "fetch", {}, lambda: 1)
     await pipeline.aexecute(company_id="acme")
+    handle = await ledger.asubmit(in_an_event_loop, ledger, pipeline)
+    assert_type(handle, Handle)
+    await handle.aresult()
 
 
 # --- the rest ---------------------------------------------------------------------------------------------------------

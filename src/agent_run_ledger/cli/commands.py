@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import NoReturn
 
 import agent_run_ledger
-from agent_run_ledger.cli import fleet, preflight, supervise
+from agent_run_ledger.cli import fleet, places, preflight, supervise
 from agent_run_ledger.cli.options import count, number, seconds
 from agent_run_ledger.cli.shell import ERROR, INTERRUPTED, PIPE_CLOSED, VARIABLE, UsageError
 from agent_run_ledger.cli.terminal import plain, writable
@@ -279,6 +279,7 @@ def _add_programs(commands: _Commands) -> None:
     )
     recover.add_argument("module", metavar="MODULE[:LEDGER]")
     fleet.add(commands.add)
+    places.add(commands.add)
     preflight.add(commands.add)
     supervise.add(commands.add)
     demo = commands.add(

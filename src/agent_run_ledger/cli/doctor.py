@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from agent_run_ledger import AgentRunLedger, StoreCorrupt
+from agent_run_ledger.cli.shell import UsageError
 from agent_run_ledger.cli.waiting import waits_of
 from agent_run_ledger.model import Diagnosis
 
@@ -28,6 +29,10 @@ class Check:
 
 def examine(path: str) -> Iterator[Check]:
     """Look at everything, one check after the other. Raises a `StoreError` where there is no such file."""
+    if path.startswith(("postgresql://", "postgres://")):
+        raise UsageError(
+            "doctor looks at the file of a ledger, and this one is a database: `verify` and `runs --stuck` look at it"
+        )
     diagnosis = AgentRunLedger.diagnose(path)
     yield Check("python", "ok", f"{sys.version.split()[0]} ({sys.executable})")
     yield _sqlite(diagnosis)

@@ -75,7 +75,7 @@ class _Answer(BaseHTTPRequestHandler):
         if asked not in ("/healthz", "/readyz"):
             self._answer(HTTPStatus.NOT_FOUND, {"reason": "there are /healthz and /readyz"})
             return
-        trouble = worker.is_ticking() if asked == "/healthz" else worker.is_ready()
+        trouble = worker.why_unhealthy() if asked == "/healthz" else worker.why_unready()
         said: dict[str, object] = {"ok": trouble is None, "state": worker.state}
         if trouble is not None:
             said["reason"] = trouble

@@ -51,9 +51,9 @@ _MARGIN_SECONDS = 5.0
 """Beyond the time to drain, whoever stops a worker waits so long for its last words."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Slot:
-    """One run that is worked on."""
+    """One run that is worked on. The next time that it is worked on is another slot, perhaps before this one is told to be free."""
 
     lease: Lease
     outages: int = 0
@@ -82,7 +82,7 @@ class Worker:
         if ledger._leases.is_closed:
             raise StoreUnavailable("this ledger is closed; no worker was started. Open it anew.")
         label = check_name("name", name) if name is not None else None
-        terms = {check_name("queue", queue): ledger._queues.get(queue, QueueTerms(queue)) for queue in queues}
+        names = dict.fromkeys(check_name("queue", queue) for queue in queues)
         self._home = ledger
         self._ledger = ledger._beside(label)
         self._leases, self._store, self._clock = self._ledger._leases, self._ledger._store, self._ledger._clock
@@ -91,18 +91,15 @@ class Worker:
         """Who owns the runs that it works on: its name, or host and process, and something that no other worker has."""
         self.concurrency = concurrency
         """How many runs it works on at once."""
-        self.queues = tuple(terms)
+        self.queues = tuple(names)
         """The queues that it serves."""
-        self._terms = tuple(terms.values())
-        self._is_limited = any(each.is_limited for each in self._terms)
         self._poll_seconds, self._drain_seconds = poll_seconds, drain_seconds
         self._sweep_seconds = min(self._lease_seconds / 3, _LONGEST_SWEEP_SECONDS)
         self._started_at = self._clock.now()
         self._pid = os.getpid()
 
         self._changed = threading.Condition()
-        self._slots: dict[str, _Slot] = {}
-        """The runs that are worked on, by id."""
+        self._slots: set[_Slot] = set()
         self._strays: deque[tuple[Lease, BaseException]] = deque()
         """What came out of work that does not end in good order: whatever became of the run, it is not to be lost."""
         self._is_stopping = False
@@ -130,7 +127,11 @@ class Worker:
             pass  # it may be away for a while, as at any time
         ledger._workers.add(self)
         ending.guard(self)  # before it works on anything
-        threading.Thread(target=Context().run, args=(self._live,), name=f"worker {self.name}", daemon=True).start()
+        try:
+            threading.Thread(target=Context().run, args=(self._live,), name=f"worker {self.name}", daemon=True).start()
+        except BaseException:  # no thread is to be had
+            self._leave()
+            raise
 
     def __repr__(self) -> str:
         return f"<Worker {self.name!r} of {', '.join(self.queues)}: {self.state}, {len(self._slots)} of {self.concurrency} runs>"
@@ -148,13 +149,15 @@ class Worker:
     @property
     def state(self) -> str:
         """`running`, `draining`, or `stopped`."""
-        return "stopped" if self._over.is_set() else "draining" if self._is_stopping else "running"
+        return (
+            "stopped" if self._over.is_set() or self._is_elsewhere else "draining" if self._is_stopping else "running"
+        )
 
     @property
     def running(self) -> list[str]:
         """The ids of the runs that it works on."""
         with self._changed:
-            return list(self._slots)
+            return [slot.lease.run_id for slot in self._slots]
 
     @property
     def agents(self) -> list[str]:
@@ -168,7 +171,7 @@ class Worker:
 
     def drain(self) -> None:
         """Take nothing new and begin no new step; give each run back when its steps in flight have ended. Waits for nothing."""
-        if not self._is_stopping:
+        if not self._is_stopping and not self._is_elsewhere:
             self._is_stopping = True
             self._leases.drain()
             with self._changed:
@@ -182,9 +185,9 @@ class Worker:
         Steps in flight are never interrupted. Those that outlast the `drain_seconds` of the worker go on in their threads, and their runs
         stay this worker's for as long. In one of its own runs this does not wait.
         """
-        self.drain()
-        if os.getpid() != self._pid:  # a forked child has none of the threads
+        if self._is_elsewhere:
             return True
+        self.drain()
         if not self._is_called_by_itself():
             self.wait(self._longest(timeout))
             ending.unguard(self)  # here, too: only the main thread may say what a signal does
@@ -192,7 +195,7 @@ class Worker:
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until the worker has ended, or `timeout` is up: whether it has."""
-        return os.getpid() != self._pid or self._over.wait(timeout)
+        return self._is_elsewhere or self._over.wait(timeout)
 
     def run(self) -> None:
         """Wait until the worker has ended; in the main thread the first SIGTERM or Ctrl-C drains it, a second one ends the process.
@@ -204,6 +207,11 @@ class Worker:
             while not self.wait(_LISTENING_SECONDS):  # a signal that comes just before a wait is only handled behind it
                 pass
 
+    @property
+    def _is_elsewhere(self) -> bool:
+        """Whether this is a forked child, which has none of the threads, and locks that nobody will ever release."""
+        return os.getpid() != self._pid
+
     def _longest(self, timeout: float | None) -> float | None:
         if self._drain_seconds is None:
             return timeout
@@ -213,17 +221,17 @@ class Worker:
     def _is_called_by_itself(self) -> bool:
         place, step = place_variable.get(), step_variable.get()
         run_id = step.run_id if step is not None else place.run.run_id if place is not None else None
-        return run_id in self._slots
+        return run_id in self.running
 
     # --- how it is ----------------------------------------------------------------------------------------------------
 
-    def is_ticking(self) -> str | None:
+    def why_unhealthy(self) -> str | None:
         """None where the loop that claims goes round, else since when it does not, in a sentence."""
         silent = self._clock.elapsed() - self._ticked_at
         most = SILENT_SECONDS + (self._ledger._outage_seconds if self._store.is_remote else 0.0)
         return None if silent < most else f"the loop that claims runs has been silent for {silent:.0f} s"
 
-    def is_ready(self) -> str | None:
+    def why_unready(self) -> str | None:
         """None where it takes runs that are due, else why it does not, in a sentence."""
         if self._is_stopping:
             return "it is draining"
@@ -238,11 +246,14 @@ class Worker:
                 self._try(self._go_round)
             self._end()
         finally:
-            if self._health is not None:
-                self._health.close()
-            self._home._workers.discard(self)
-            ending.unguard(self)
-            self._over.set()
+            self._leave()
+
+    def _leave(self) -> None:
+        if self._health is not None:
+            self._health.close()
+        self._home._workers.discard(self)
+        ending.unguard(self)
+        self._over.set()
 
     def _try(self, act: Callable[[], None]) -> None:
         """Do what may meet a store that is away: that is waited for a little, and it ends no worker."""
@@ -313,7 +324,7 @@ class Worker:
             lasted = self._clock.elapsed() - began
             if self._drain_seconds is not None and lasted >= self._drain_seconds:
                 break
-            if lasted >= self._lease_seconds and all(slot.again_at is not None for slot in self._slots.values()):
+            if lasted >= self._lease_seconds and all(slot.again_at is not None for slot in list(self._slots)):
                 break  # the store is away, and by now their leases are over
             self._try(self._keep_house)
             left = math.inf if self._drain_seconds is None else self._drain_seconds - lasted
@@ -344,14 +355,14 @@ class Worker:
                 self._may_be_due = True
             self._sweeps_at = now + self._sweep_seconds
         self._put_strays_back()
-        for slot in list(self._slots.values()):
+        for slot in list(self._slots):
             if slot.again_at is not None and now >= slot.again_at:
                 slot.again_at = None
                 self._set_to_work(slot)
 
     def _until_house(self) -> float:
         """Seconds until there is something of that to be done."""
-        times = [slot.again_at for slot in list(self._slots.values()) if slot.again_at is not None]
+        times = [slot.again_at for slot in list(self._slots) if slot.again_at is not None]
         if not self._is_stopping:
             times.append(self._sweeps_at)
         return max(0.0, min([self._beats_at, *times]) - self._clock.elapsed())
@@ -375,6 +386,12 @@ class Worker:
         }
         self._store.beat(self.name, json.dumps(said).encode())
 
+    @property
+    def _terms(self) -> list[QueueTerms]:
+        """Its queues, and what is declared about them by now."""
+        declared = self._ledger._queues
+        return [declared.get(queue) or QueueTerms(queue) for queue in self.queues]
+
     def _put_strays_back(self) -> None:
         while self._strays:
             lease, error = self._strays[0]
@@ -391,7 +408,7 @@ class Worker:
             return
         slot = _Slot(lease)
         with self._changed:
-            self._slots[lease.run_id] = slot
+            self._slots.add(slot)
         self._set_to_work(slot)
 
     def _set_to_work(self, slot: _Slot) -> None:
@@ -419,11 +436,11 @@ class Worker:
                 pause = min(_FIRST_PAUSE_SECONDS * 2**slot.outages, _LONGEST_PAUSE_SECONDS)
                 slot.outages, slot.again_at = slot.outages + 1, self._clock.elapsed() + pause
             else:
-                del self._slots[slot.lease.run_id]
+                self._slots.discard(slot)
                 if error is not None:
                     self._strays.append((slot.lease, error))
             self._changed.notify_all()
-        if self._is_limited:  # there may be room for one that waits
+        if any(each.is_limited for each in self._terms):  # there may be room for one that waits
             self._store.wake()
 
 

@@ -1,0 +1,89 @@
+"""The commands about where a ledger is: copy runs to another place, and make or update a database on a server."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+
+import agent_run_ledger
+from agent_run_ledger.cli.options import number
+from agent_run_ledger.cli.shell import OK, UsageError, data_of, path_of
+from agent_run_ledger.cli.terminal import Progress, as_json, counted, plain
+
+
+def add(add_command: Callable[..., argparse.ArgumentParser]) -> None:
+    """Add the commands by `add_command(name, module, text, example)`, which returns a command's parser."""
+    copy = add_command(
+        "copy",
+        "places",
+        "Copy runs to another ledger, entry for entry. One that has ended stands in both then; one that has not is moved, and goes on "
+        "there and no more here. The same command again finishes what was interrupted.",
+        "--db agent.db copy october --to postgresql://ledger@db.internal/agents",
+    )
+    copy.add_argument("run_ids", metavar="RUN", nargs="+")
+    copy.add_argument(
+        "--to", metavar="PLACE", required=True, help="the other ledger: a file, or the address of a database"
+    )
+    copy.add_argument("--children", action="store_true", help="with the runs that a run has begun and waits for")
+    migrate = add_command(
+        "migrate",
+        "places",
+        "Make a PostgreSQL database a ledger, or bring an older one up to date: whole or not at all, and once, however many do it. Use a "
+        "role that owns the tables, and another one for programs. A ledger in a file is brought up to date when it is opened.",
+        "--db postgresql://owner@db.internal/agents migrate --grant agents",
+    )
+    migrate.add_argument("--dry-run", action="store_true", help="print the SQL, and change nothing")
+    migrate.add_argument(
+        "--partitions", metavar="N", type=number, help="spread the tables of a new ledger over N parts by the runs' ids"
+    )
+    migrate.add_argument(
+        "--no-triggers",
+        action="store_true",
+        help="leave out the triggers that keep the log append-only, for an engine that has none: the role's rights must do it then",
+    )
+    migrate.add_argument(
+        "--grant", metavar="ROLE", help="give this role the rights to use the ledger, and none to rewrite it"
+    )
+
+
+def copy(given: argparse.Namespace) -> int:
+    progress = Progress(sys.stderr)
+    copied = []
+    with agent_run_ledger.AgentRunLedger(path_of(given)) as ledger:
+        try:
+            for run_id in given.run_ids:
+                copied += ledger.copy(run_id, given.to, children=given.children, told=progress.show)
+        finally:
+            progress.clear()
+    if given.json:
+        print(as_json({"runs": [data_of(each) for each in copied]}))
+        return OK
+    for each in copied:
+        size = counted(each.entries, "entry", "entries")
+        if each.was_there:
+            said = f"stands in {each.place} already: {size}"
+        elif each.is_moved:
+            said = f"was moved to {each.place}, {size}, and goes on there"
+        else:
+            said = f"was copied to {each.place}: {size}"
+        print(plain(f"run {each.run_id} {said}"))
+    return OK
+
+
+def migrate(given: argparse.Namespace) -> int:
+    place = path_of(given)
+    if not place.startswith(("postgresql://", "postgres://")):
+        raise UsageError(f"{place!r} is a file: it is brought up to date when it is opened, after a copy was made")
+    ran = agent_run_ledger.AgentRunLedger.migrate(
+        place, dry_run=given.dry_run, partitions=given.partitions, triggers=not given.no_triggers, grant=given.grant
+    )
+    if given.json:
+        print(as_json({"dry_run": given.dry_run, "sql": ran}))
+    elif given.dry_run:
+        print("\n".join(ran) if ran else "-- nothing: the database is up to date")
+    else:
+        print(
+            "the database is a ledger of this version now" if ran else "the database is up to date; nothing was changed"
+        )
+    return OK
