@@ -299,7 +299,7 @@ def waking(made: Databases, folder: Path) -> dict[str, dict[str, float]]:
 
 def fan_out(place: str) -> float:
     """Seconds of one run that starts 1,000 others, of one step each, and waits for them; one worker, 8 at once, one process."""
-    with AgentRunLedger(place) as ledger:
+    with AgentRunLedger(place, max_steps=2 * CHILDREN) as ledger:  # a child is a step of its parent
 
         @ledger.tool(effect=Effect.READ)
         def square(n: int) -> int:
