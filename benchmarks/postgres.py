@@ -31,7 +31,7 @@ from urllib.parse import urlsplit
 
 import psycopg
 from asynchronous import agent
-from steps import durable, median_microseconds
+from steps import median_microseconds, stepping
 
 from agent_run_ledger import AgentRunLedger, Effect
 from agent_run_ledger.stores.postgres import migrate
@@ -42,6 +42,7 @@ PEER = ".venv-absurd"
 """The environment of the peer, made by tools/environment.py."""
 
 Durability = Literal["full", "process"]
+DURABILITIES: tuple[Durability, ...] = ("full", "process")
 Subject = Callable[[int], float]
 """Makes so many steps and says the median microseconds of one."""
 
@@ -160,25 +161,20 @@ def turns(base: Subject, subjects: dict[str, Subject]) -> dict[str, dict[str, fl
 def one_run(made: Databases, peer: tuple[str, Subject] | None) -> dict[str, dict[str, float]]:
     """One run that makes its steps one after the other: two commits each, synced in `full`."""
     costs: dict[str, dict[str, float]] = {}
-    for durability in ("full", "process"):
-        url = made.ledger()
-        subjects = {f"step, {durability}": partial(median_microseconds, durable(url, durability))}
-        if durability == "full":
-            subjects["READ step, full"] = partial(median_microseconds, durable(url, durability, Effect.READ))
-            if peer is not None:
-                subjects[peer[0]] = peer[1]
-        measured = turns(floor(made.empty(), durability), subjects)
-        measured[f"floor F, {durability}"] = measured.pop("floor F")
+    for durability in DURABILITIES:
+        with AgentRunLedger(made.ledger(), durability=durability, max_steps=10**9) as ledger:
+            subjects = {f"step, {durability}": partial(median_microseconds, stepping(ledger))}
+            if durability == "full":
+                subjects["READ step, full"] = partial(median_microseconds, stepping(ledger, Effect.READ))
+                if peer is not None:
+                    subjects[peer[0]] = peer[1]
+            measured = turns(floor(made.empty(), durability), subjects)
+        costs[f"floor F, {durability}"] = measured.pop("floor F")
         costs |= measured
     return costs
 
 
 # --- many runs side by side -------------------------------------------------------------------------------------------
-
-
-async def total(n: int) -> dict[str, int]:
-    """A tool that costs nothing, so that what is measured is the ledger."""
-    return {"n": n}
 
 
 def throughput(url: str, durability: Durability, runs: int, steps: int) -> float:
@@ -196,10 +192,10 @@ def throughput(url: str, durability: Durability, runs: int, steps: int) -> float
 
 def side_by_side(made: Databases, *, quick: bool) -> dict[str, float]:
     rates: dict[str, float] = {}
-    for durability in ("full", "process"):
+    for durability in DURABILITIES:
         for runs, steps in ((1, 300), (64, 60), (256, 60)):
             url = made.ledger()
-            found = [throughput(url, durability, runs, steps) for _ in range(2 if quick else 5)]  # type: ignore[arg-type]
+            found = [throughput(url, durability, runs, steps) for _ in range(2 if quick else 5)]
             rates[f"{runs} runs, {durability}"] = statistics.median(found)
     return rates
 
