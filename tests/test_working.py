@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
+import threading
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -658,3 +660,37 @@ def _is_killed_at(at: int, way: Way, is_done: bool) -> bool:
     assert ledger.verify().findings == []
     assert store.next_due(["default"], list(ledger._agents)) is None
     return mortal.writes > at
+
+
+def test_a_program_that_lost_its_run_does_nothing_to_it_though_its_own_worker_has_it_again(
+    bench: Bench, way: Way
+) -> None:
+    ledger = bench.open()
+    calls: list[int] = []
+    again: list[threading.Thread] = []
+
+    def stands_still() -> int:
+        calls.append(1)
+        if (
+            len(calls) == 1
+        ):  # this process is stopped for longer than its lease, and its worker claims the run once more
+            bench.clock.advance(31)
+            assert ledger._store.free_dead() == 1
+            again.append(threading.Thread(target=work_once, args=(ledger,)))
+            again[0].start()
+            while ledger._run(RUN).token < 2:
+                os.sched_yield()
+        return len(calls)
+
+    work = way.tool(ledger, stands_still, name="work", effect=Effect.READ)
+
+    def agent() -> Any:
+        return (yield work())
+
+    submit(ledger, way.agent(ledger, agent, name="agent"), run_id=RUN)
+    assert work_once(ledger) == "waits"
+    again[0].join()
+    pump(ledger, bench.clock)
+    assert stands(ledger) == ("COMPLETED", 2, None)
+    assert "parked" not in bench.kinds(RUN)
+    assert ledger.verify().findings == []

@@ -14,6 +14,7 @@ from agent_run_ledger.engine.live import Branch, LiveRun
 from agent_run_ledger.engine.log import Draft
 from agent_run_ledger.errors import (
     BudgetExceededException,
+    LeaseLost,
     ReplayDivergence,
     RunClosed,
     RunInputMismatch,
@@ -148,8 +149,13 @@ def park(run: LiveRun, error: BaseException) -> Flow[bool]:
     Where a worker drives it nobody runs it again but workers: it is tried again as its agent says, and has failed in the end.
     While a step is in flight in another thread nothing is parked or given back (False): its outcome is still to be written.
     """
+    if isinstance(error, LeaseLost) and error.run_id == run.run_id:
+        # The run is held under a later token, which this program knows nothing of: there is nothing to be said against the run.
+        run.again_in = 0.0
+        yield GiveBack(run)
+        return True
     decide = partial(_park, failures.describe(error))
-    if isinstance(error, RunOwned | StoreError):
+    if isinstance(error, LeaseLost | RunOwned | StoreError):
         run.again_in = schedule.SOON_SECONDS
     elif run.is_worked and isinstance(error, Exception) and not isinstance(error, StepInDoubt | ReplayDivergence):
         decide = partial(_fail, error, failures.describe(error))

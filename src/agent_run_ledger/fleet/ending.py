@@ -76,6 +76,9 @@ class _Ending:
         if self.status is not None:
             self.is_told = True
             raise SystemExit(self.status)
+        if self.is_ahead and _is_exiting:  # what it asks for is being done
+            self.number = number
+            return
         if not (self.is_ahead and self.workers):
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)

@@ -9,7 +9,6 @@ import random
 import socket
 import sys
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from contextvars import Context
@@ -58,8 +57,10 @@ class _Slot:
     lease: Lease
     outages: int = 0
     """How often its work met a store that was away."""
+    error: BaseException | None = None
+    """What came out of its work that does not end in good order: whatever became of the run, it is not to be lost."""
     again_at: float | None = None
-    """When it is gone on with after that, in seconds of the elapsed clock; None while it is worked on."""
+    """When it is looked at again after one of these, in seconds of the elapsed clock; None while it is worked on."""
 
 
 class Worker:
@@ -100,8 +101,6 @@ class Worker:
 
         self._changed = threading.Condition()
         self._slots: set[_Slot] = set()
-        self._strays: deque[tuple[Lease, BaseException]] = deque()
-        """What came out of work that does not end in good order: whatever became of the run, it is not to be lost."""
         self._is_stopping = False
         self._is_drained = False
         self._over = threading.Event()
@@ -333,7 +332,6 @@ class Worker:
                     self._changed.wait(max(0.0, min(left, self._until_house())))
         self._is_drained = not self._slots
         with suppress(StoreError):
-            self._put_strays_back()
             self._store.leave(self.name)
         if self._loop is not None:
             self._loop.close()
@@ -354,11 +352,9 @@ class Worker:
             if self._store.free_dead():
                 self._may_be_due = True
             self._sweeps_at = now + self._sweep_seconds
-        self._put_strays_back()
         for slot in list(self._slots):
             if slot.again_at is not None and now >= slot.again_at:
-                slot.again_at = None
-                self._set_to_work(slot)
+                self._look_again(slot)
 
     def _until_house(self) -> float:
         """Seconds until there is something of that to be done."""
@@ -392,12 +388,25 @@ class Worker:
         declared = self._ledger._queues
         return [declared.get(queue) or QueueTerms(queue) for queue in self.queues]
 
-    def _put_strays_back(self) -> None:
-        while self._strays:
-            lease, error = self._strays[0]
-            self._leases.put_back(lease, _STRAY_SECONDS)  # nothing happens where its work has given it back
-            self._strays.popleft()
+    def _look_again(self, slot: _Slot) -> None:
+        """Go on with a run after an outage, or make sure that nobody loses one that was left by what is no ordinary error."""
+        lease, error = slot.lease, slot.error
+        if error is None:
+            slot.again_at = None
+            self._set_to_work(slot)
+        elif self._leases.run(lease.run_id).pins:  # it is still to be written how it stands
+            slot.again_at = self._clock.elapsed() + _FIRST_PAUSE_SECONDS
+        else:
+            self._leases.put_back(lease, _STRAY_SECONDS)  # nothing happens where it was given back, as it should be
+            self._free(slot)
             _log("error", "worker %s: run %s was left by %r", self.name, lease.run_id, error, exc_info=error)
+
+    def _free(self, slot: _Slot) -> None:
+        with self._changed:
+            self._slots.discard(slot)
+            self._changed.notify_all()
+        if any(each.is_limited for each in self._terms):  # there may be room for one that waits
+            self._store.wake()
 
     # --- work ---------------------------------------------------------------------------------------------------------
 
@@ -429,18 +438,20 @@ class Worker:
 
     def _ended(self, slot: _Slot, result: Result) -> None:
         """Its work is over, for now or for good. Called where it was done, so nothing is waited for."""
-        error = result.error
+        error, pause = result.error, 0.0
+        if error is None:
+            self._free(slot)
+            return
+        if isinstance(error, StoreError):
+            # What its steps have done is owed to the log: it is gone on with here, and that is written first.
+            pause = min(_FIRST_PAUSE_SECONDS * 2**slot.outages, _LONGEST_PAUSE_SECONDS)
+            slot.outages += 1
+        else:
+            slot.error = error
         with self._changed:
-            if isinstance(error, StoreError):
-                # What its steps have done is owed to the log: it is gone on with here, and that is written first.
-                pause = min(_FIRST_PAUSE_SECONDS * 2**slot.outages, _LONGEST_PAUSE_SECONDS)
-                slot.outages, slot.again_at = slot.outages + 1, self._clock.elapsed() + pause
-            else:
-                self._slots.discard(slot)
-                if error is not None:
-                    self._strays.append((slot.lease, error))
+            slot.again_at = self._clock.elapsed() + pause
             self._changed.notify_all()
-        if any(each.is_limited for each in self._terms):  # there may be room for one that waits
+        with suppress(StoreError):
             self._store.wake()
 
 
