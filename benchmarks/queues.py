@@ -30,7 +30,7 @@ from postgres import Databases, databases, machine
 from steps import median_microseconds
 
 from agent_run_ledger import AgentRunLedger, Effect, current_run
-from agent_run_ledger.contract import QueueTerms, Store
+from agent_run_ledger.contract import Lease, QueueTerms, Store
 from agent_run_ledger.fleet.handle import Handle
 from agent_run_ledger.stores import open_store
 from agent_run_ledger.stores.clock import SystemClock
@@ -116,7 +116,7 @@ def claim(shelf: Shelf, at_most: int, times: int, queue: QueueTerms | None = Non
         leases = shelf.store.claim_due("bench", LEASE_SECONDS, [queue or QueueTerms("q")], [AGENT], at_most)
         taken.append((time.perf_counter() - begun) / len(leases))
         assert len(leases) == at_most
-        shelf.execute("UPDATE runs SET owner = NULL, due = NULL WHERE owner = 'bench'")
+        finish(shelf, leases)
     return statistics.median(taken) * 1e6
 
 
@@ -173,8 +173,14 @@ def claims(make: Callable[[], Shelf]) -> dict[str, dict[str, float]]:
 def drain(shelf: Shelf) -> None:
     """Claim and finish the whole backlog, as workers do."""
     shelf.add(BACKLOG)
-    while shelf.store.claim_due("bench", LEASE_SECONDS, [QueueTerms("q")], [AGENT], 1_000):
-        shelf.execute("UPDATE runs SET owner = NULL, due = NULL WHERE owner = 'bench'")
+    while leases := shelf.store.claim_due("bench", LEASE_SECONDS, [QueueTerms("q")], [AGENT], 1_000):
+        finish(shelf, leases)
+
+
+def finish(shelf: Shelf, leases: list[Lease]) -> None:
+    """Let these be over."""
+    ids = ", ".join(f"'{lease.run_id}'" for lease in leases)
+    shelf.execute(f"UPDATE runs SET owner = NULL, due = NULL WHERE run_id IN ({ids})")
 
 
 def per_key(shelf: Shelf, queue: QueueTerms) -> float:
@@ -183,9 +189,10 @@ def per_key(shelf: Shelf, queue: QueueTerms) -> float:
     for _ in range(15):
         shelf.add(1, queue=queue.name, key="'cold ' || n", due="2")
         begun = time.perf_counter()
-        (_,) = shelf.store.claim_due("bench", LEASE_SECONDS, [queue], [AGENT], BATCH)
+        leases = shelf.store.claim_due("bench", LEASE_SECONDS, [queue], [AGENT], BATCH)
         taken.append(time.perf_counter() - begun)
-        shelf.execute("UPDATE runs SET owner = NULL, due = NULL WHERE owner = 'bench'")
+        assert len(leases) == 1
+        finish(shelf, leases)
     return statistics.median(taken) * 1e6
 
 
