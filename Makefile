@@ -28,9 +28,11 @@ test-system: environment ## tests that need the machine: strace, faketime, mount
 	$(PYTEST) -m system
 	PYTHONPATH=src:tests $(BIN)/python tests/system/other_servers.py -n $(JOBS) --dist worksteal
 
-bench: environment ## measure a step against raw SQLite
+bench: environment ## measure steps and queues against the least that SQLite and PostgreSQL can do, and against Absurd
 	$(BIN)/python benchmarks/steps.py
 	$(BIN)/python benchmarks/asynchronous.py
+	PYTHONPATH=tests $(BIN)/python benchmarks/postgres.py
+	PYTHONPATH=tests $(BIN)/python benchmarks/queues.py
 
 coverage: environment ## which lines and branches the tests reach, subprocesses included
 	$(BIN)/coverage erase
@@ -52,9 +54,11 @@ format: environment ## rewrite the code in the house format
 wheel: environment ## build the wheel, install it into an empty environment and try it there
 	$(BIN)/python tools/try_wheel.py
 
-pins: ## read requirements/dev.in anew and pin its newest versions with hashes (needs uv)
-	uv pip compile --quiet --upgrade --universal --python-version 3.11 --generate-hashes --no-header \
-	    requirements/dev.in --output-file requirements/dev.txt
+pins: ## read requirements/*.in anew and pin their newest versions with hashes (needs uv)
+	for kind in dev bench-absurd; do \
+	    uv pip compile --quiet --upgrade --universal --python-version 3.11 --generate-hashes --no-header \
+	        requirements/$$kind.in --output-file requirements/$$kind.txt || exit; \
+	done
 
 clean: ## remove environments, caches and builds
 	rm -rf .venv .venv-* .venv*.lock build dist .coverage* .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache

@@ -30,7 +30,7 @@ from postgres import Databases, databases, machine
 from steps import median_microseconds
 
 from agent_run_ledger import AgentRunLedger, Effect, current_run
-from agent_run_ledger.contract import QueueTerms, Store
+from agent_run_ledger.contract import Lease, QueueTerms, Store
 from agent_run_ledger.fleet.handle import Handle
 from agent_run_ledger.stores import open_store
 from agent_run_ledger.stores.clock import SystemClock
@@ -116,7 +116,7 @@ def claim(shelf: Shelf, at_most: int, times: int, queue: QueueTerms | None = Non
         leases = shelf.store.claim_due("bench", LEASE_SECONDS, [queue or QueueTerms("q")], [AGENT], at_most)
         taken.append((time.perf_counter() - begun) / len(leases))
         assert len(leases) == at_most
-        shelf.execute("UPDATE runs SET owner = NULL, due = NULL WHERE owner = 'bench'")
+        finish(shelf, leases)
     return statistics.median(taken) * 1e6
 
 
@@ -173,8 +173,14 @@ def claims(make: Callable[[], Shelf]) -> dict[str, dict[str, float]]:
 def drain(shelf: Shelf) -> None:
     """Claim and finish the whole backlog, as workers do."""
     shelf.add(BACKLOG)
-    while shelf.store.claim_due("bench", LEASE_SECONDS, [QueueTerms("q")], [AGENT], 1_000):
-        shelf.execute("UPDATE runs SET owner = NULL, due = NULL WHERE owner = 'bench'")
+    while leases := shelf.store.claim_due("bench", LEASE_SECONDS, [QueueTerms("q")], [AGENT], 1_000):
+        finish(shelf, leases)
+
+
+def finish(shelf: Shelf, leases: list[Lease]) -> None:
+    """Let these be over."""
+    ids = ", ".join(f"'{lease.run_id}'" for lease in leases)
+    shelf.execute(f"UPDATE runs SET owner = NULL, due = NULL WHERE run_id IN ({ids})")
 
 
 def per_key(shelf: Shelf, queue: QueueTerms) -> float:
@@ -183,9 +189,10 @@ def per_key(shelf: Shelf, queue: QueueTerms) -> float:
     for _ in range(15):
         shelf.add(1, queue=queue.name, key="'cold ' || n", due="2")
         begun = time.perf_counter()
-        (_,) = shelf.store.claim_due("bench", LEASE_SECONDS, [queue], [AGENT], BATCH)
+        leases = shelf.store.claim_due("bench", LEASE_SECONDS, [queue], [AGENT], BATCH)
         taken.append(time.perf_counter() - begun)
-        shelf.execute("UPDATE runs SET owner = NULL, due = NULL WHERE owner = 'bench'")
+        assert len(leases) == 1
+        finish(shelf, leases)
     return statistics.median(taken) * 1e6
 
 
@@ -214,11 +221,12 @@ def begins(ledger: AgentRunLedger) -> Callable[[int], int]:
 
 
 def wait(place: str) -> None:
-    """Look for work that is not there, wait, and say when it woke; again and again."""
+    """Wait for work again and again, and say when it woke."""
     store = open_store(place, durability="full", clock=SystemClock())
+    while store.wait_for_work(0.1):  # what happened before the first wait
+        pass
     print("ready", flush=True)
     for _ in sys.stdin:
-        store.claim_due("waits", LEASE_SECONDS, [QueueTerms("default")], ["of nobody"], 1)
         while not store.wait_for_work(10.0):
             pass
         print(time.monotonic(), flush=True)
@@ -298,7 +306,7 @@ def waking(made: Databases, folder: Path) -> dict[str, dict[str, float]]:
 
 def fan_out(place: str) -> float:
     """Seconds of one run that starts 1,000 others, of one step each, and waits for them; one worker, 8 at once, one process."""
-    with AgentRunLedger(place) as ledger:
+    with AgentRunLedger(place, max_steps=2 * CHILDREN) as ledger:  # a child is a step of its parent
 
         @ledger.tool(effect=Effect.READ)
         def square(n: int) -> int:

@@ -52,9 +52,13 @@ def floor(path: Path, synchronous: str, key: str = "") -> Callable[[], None]:
     return step
 
 
-def durable(path: Path | str, durability: str, effect: Effect | None = None) -> Callable[[], None]:
+def durable(path: Path, durability: str, effect: Effect | None = None) -> Callable[[], None]:
     """One step of one run, with every guarantee on."""
-    ledger = AgentRunLedger(path, max_steps=10**9, durability=durability)
+    return stepping(AgentRunLedger(path, max_steps=10**9, durability=durability), effect)
+
+
+def stepping(ledger: AgentRunLedger, effect: Effect | None = None) -> Callable[[], None]:
+    """One step of a run that is made here."""
     run_id = ledger.create_run(goal="benchmark")
     number = 0
 
