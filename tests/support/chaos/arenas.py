@@ -11,6 +11,7 @@ from typing import Protocol, Self
 from agent_run_ledger.stores.postgres import migrate
 from support.chaos.journal import Journal, now
 from support.chaos.schedule import DISTURBANCES, OUTAGES, TROUBLES, Fault
+from support.pair import Pair
 from support.postgres import Server
 from support.proxy import Loss, Proxy, is_any
 
@@ -134,6 +135,42 @@ class ServerArena:
         for kind, loss in self._losses:
             if loss.wait(0.0):
                 journal.note(kind, hit=1, statement=" ".join((loss.statement or "").split())[:60])
+
+
+class PairArena:
+    """A primary and its standby, which has all that the primary has answered for. Everybody goes to whichever takes writes."""
+
+    kinds: Mapping[str, int] = {"failover": 1}
+    is_death_proved = False
+
+    def __init__(self) -> None:
+        self._pair = Pair()
+
+    def __enter__(self) -> Self:
+        self._pair.start()
+        with self._pair.primary.connect() as connection:
+            connection.execute(f"CREATE DATABASE {_DATABASE}")
+        migrate(self._pair.dsn(_DATABASE))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._pair.__exit__(kind, error, trace)
+
+    def place(self, slot: int | None) -> str:
+        return self._pair.dsn(_DATABASE)
+
+    def inflict(self, fault: Fault, journal: Journal) -> None:
+        """The primary is no more. Who looks after the standby makes it the primary, and says that it has no standby of its own to wait for."""
+        assert fault.kind == "failover"
+        began = now()
+        self._pair.primary.kill()
+        journal.note("crash", began=began)
+        self._pair.promote()
+
+    def calm(self, journal: Journal) -> None:
+        """What is dead stays dead."""
 
 
 def _changes(statement: str) -> bool:

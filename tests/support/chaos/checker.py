@@ -52,6 +52,7 @@ def judge(evidence: Evidence) -> list[str]:
         *one_story(evidence),
         *tokens(evidence, bodies),
         *live_leases(evidence),
+        *delays(evidence),
         *acknowledged(evidence),
         *effects(evidence, bodies),
         *calls(evidence, bodies),
@@ -126,7 +127,10 @@ def tokens(evidence: Evidence, bodies: Bodies) -> Iterator[str]:
 
 
 def live_leases(evidence: Evidence) -> Iterator[str]:
-    """Nobody takes a run whose owner's lease has not run out, unless the owner gave it back, or is dead where that is proof enough."""
+    """Nobody takes a run whose owner's lease has not run out, unless the owner gave it back, or is dead where that is proof enough.
+
+    A renewal is not synced: where the server crashes right behind it, the lease is what it was before.
+    """
     gone = {name: note["at"] for name, note in evidence.notes("closes")}
     if evidence.is_death_proved:
         gone |= {note["worker"]: note["at"] for note in evidence.faults if note["kind"] == "kill"}
@@ -134,9 +138,12 @@ def live_leases(evidence: Evidence) -> Iterator[str]:
     for _, note in evidence.notes("releases"):
         lease = note["run"], note["token"]
         given_back[lease] = min(note["at"], given_back.get(lease, note["at"]))
+    may_be_gone = _Crashes(evidence).may_have_taken
     held: dict[str, list[tuple[int, str, float, float]]] = defaultdict(list)
     for kind in ("claimed", "renewed"):
         for name, note in evidence.notes(kind):
+            if kind == "renewed" and may_be_gone(note):
+                continue
             until = note["began"] + note["seconds"]
             until = min(until, gone.get(name, until), given_back.get((note["run"], note["token"]), until))
             held[note["run"]].append((note["token"], name, note["at"], until))
@@ -147,26 +154,48 @@ def live_leases(evidence: Evidence) -> Iterator[str]:
                 yield f"{note['run']}: {name} took it {early:.3f} s before the lease of {owner} (token {token}) was over"
 
 
+def delays(evidence: Evidence) -> Iterator[str]:
+    """No worker takes a run before it is due for the first time, or somebody asks something of it."""
+    due = {note["run"]: note["began"] + note["due_in"] for _, note in evidence.notes("enqueued")}
+    for _, note in evidence.notes("posts"):
+        due[note["run"]] = min(note["at"], due.get(note["run"], note["at"]))
+    for name, note in evidence.notes("claimed"):
+        if note["is_due"] and note["at"] < due.get(note["run"], 0.0):
+            yield f"{note['run']}: {name} took it {due[note['run']] - note['at']:.3f} s before it was due"
+
+
+class _Crashes:
+    """The crashes of the server, and what they may have taken: what was written without a sync, and with nothing synced behind it."""
+
+    def __init__(self, evidence: Evidence) -> None:
+        self._crashes = [(note["began"], note["at"]) for note in evidence.faults if note["kind"] == "crash"]
+        self._synced = [
+            (note["began"], note["at"])
+            for kind in ("written", "claimed")
+            for _, note in evidence.notes(kind)
+            if note.get("synced", True)
+        ]
+
+    def may_have_taken(self, note: Note) -> bool:
+        """Whether what this note acknowledges may be gone, if it was not synced."""
+        return any(
+            note["began"] < over and not any(note["at"] < began and at < crash for began, at in self._synced)
+            for crash, over in self._crashes
+        )
+
+
 def acknowledged(evidence: Evidence) -> Iterator[str]:
     """An entry that the store has acknowledged is there, with that very leaf.
 
     Only one that was written without a sync may be gone, where the server crashed before anything was synced behind it.
     """
-    crashes = [(note["began"], note["at"]) for note in evidence.faults if note["kind"] == "crash"]
-    synced = sorted((note["at"], note["began"]) for _, note in evidence.notes("written") if note["synced"])
-
-    def may_be_gone(note: Note) -> bool:
-        return not note["synced"] and any(
-            over > note["began"] and not any(began > note["at"] for at, began in synced if at < crash)
-            for crash, over in crashes
-        )
-
+    may_be_gone = _Crashes(evidence).may_have_taken
     for _, note in evidence.notes("written"):
         rows = evidence.logs.get(note["run"], [])
         for entry in note["entries"]:
             seq = entry["seq"]
             leaf = rows[seq - 1].roots[:32].hex() if seq <= len(rows) else None
-            if leaf != entry["leaf"] and not may_be_gone(note):
+            if leaf != entry["leaf"] and (note["synced"] or not may_be_gone(note)):
                 what = "is not there" if leaf is None else "is another one"
                 yield (
                     f"{note['run']}: entry {seq} ({entry['kind']}) was acknowledged under token {note['token']}, and {what}"

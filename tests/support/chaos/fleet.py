@@ -16,6 +16,8 @@ from typing import Self
 from support.chaos import worker
 from support.chaos.journal import Journal, Note, read
 from support.chaos.worker import Order
+from support.daemons import wait_until
+from support.faketime import clocked
 from support.processes import environment
 
 _ENDS_IN_SECONDS = 60.0
@@ -34,7 +36,7 @@ class WorkerProcess:
         """Whether it was told to end."""
         with said.open("wb") as told:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", worker.__name__, json.dumps(order)],
+                [*clocked(order["clock"]), sys.executable, "-m", worker.__name__, json.dumps(order)],
                 env=environment(),
                 stdin=subprocess.DEVNULL,
                 stdout=told,
@@ -60,6 +62,17 @@ class WorkerProcess:
         """SIGTERM: it is to end in good order, and not waited for."""
         self.is_ending = True
         self.process.terminate()
+
+    def ends_well_with(self) -> list[int]:
+        """The statuses that it may have ended with. Whoever is told to end before it listens ends at once."""
+        if not self.is_ending:
+            return [-signal.SIGKILL]
+        return [0] if self.has_begun else [0, -signal.SIGTERM]
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether it works by now, or has."""
+        return any(note["kind"] == "begins" for note in read(self.journal))
 
     def tell_where_it_stands(self) -> None:
         """Have it write the stacks of its threads to where it says things."""
@@ -95,6 +108,10 @@ class Fleet:
         order = self._ordered(slot, name, self._folder / f"{name}.journal")
         Path(order["journal"]).touch()
         return WorkerProcess(order, self._folder / f"{name}.log")
+
+    def await_work(self) -> None:
+        """Return when all work."""
+        wait_until(lambda: all(each.has_begun for each in self.present), "workers to begin")
 
     def kill(self, slot: int) -> None:
         """Kill the slot's process, stopped or not, and start another."""
@@ -147,7 +164,7 @@ class Fleet:
             status = each.process.poll()
             if status is None:
                 found.append(f"{each.name} was told to end and has not: see {each.said}")
-            elif status != (0 if each.is_ending else -signal.SIGKILL):
+            elif status not in each.ends_well_with():
                 found.append(f"{each.name} ended with {status}: see {each.said}")
         return found
 

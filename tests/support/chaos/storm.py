@@ -47,6 +47,10 @@ class Plan:
     outage_seconds: float = 6.0
     """How long a worker's store waits for its server, before it leaves that to the worker."""
     concurrency: int = 8
+    clocks: tuple[str, ...] = ()
+    """By how much the wall clocks of the workers are wrong, slot by slot; those of the others are right."""
+    faults: tuple[Fault, ...] | None = None
+    """What goes wrong; None: whatever the seed says."""
     patience_seconds: float = 120.0
     """How long the runs may take to their ends when nothing goes wrong any more."""
 
@@ -82,10 +86,12 @@ def blow(plan: Plan, arena: Arena, folder: Path, tell: Callable[[str], None] = l
             return {
                 "name": name, "place": arena.place(slot), "door": str(door), "journal": str(path),
                 "lease_seconds": plan.lease_seconds, "outage_seconds": plan.outage_seconds, "concurrency": plan.concurrency,
+                "clock": plan.clocks[slot] if slot < len(plan.clocks) else "+0",
             }  # fmt: skip
 
         askings = list(_submitted(plan, ledger, agents))
         with Fleet(folder, plan.workers, ordered, journal) as fleet:
+            fleet.await_work()
             tell(f"{plan.runs} runs, {plan.workers} workers, seed {plan.seed}: the storm begins")
             asker = threading.Thread(target=_ask, args=[ledger, askings, now()])
             asker.start()
@@ -115,7 +121,7 @@ def _ledger(plan: Plan, arena: Arena, door: Path, folder: Path) -> Iterator[tupl
     """That of whoever looks after the storm, who submits, asks and looks, and is a witness like any other."""
     order: Order = {
         "name": "storm", "place": arena.place(None), "door": str(door), "journal": str(folder / "storm.journal"),
-        "lease_seconds": plan.lease_seconds, "outage_seconds": 60.0, "concurrency": 1,
+        "lease_seconds": plan.lease_seconds, "outage_seconds": 60.0, "concurrency": 1, "clock": "+0",
     }  # fmt: skip
     journal = Journal(Path(order["journal"]))
     with ledger_in(order, journal) as ledger:
@@ -153,7 +159,8 @@ class _Weather:
 
     def __init__(self, plan: Plan, arena: Arena, fleet: Fleet, journal: Journal) -> None:
         self._arena, self._fleet, self._journal = arena, fleet, journal
-        self._faults = schedule(
+        faults = plan.faults
+        self._faults = faults if faults is not None else schedule(
             plan.seed,
             arena.kinds,
             seconds=plan.seconds,

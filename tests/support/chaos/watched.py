@@ -30,6 +30,16 @@ class WatchedStore:
             self._written(Append(run_id, lease.token, 0, rows), began, synced=True)
         return lease
 
+    def enqueue(self, run_id: str, secret: bytes, rows: Sequence[Row], listing: Listing, due_in: float) -> bool:
+        began = now()
+        is_new: bool = self._told(
+            lambda: self._store.enqueue(run_id, secret, rows, listing, due_in), "enqueue", run_id
+        )
+        if is_new:
+            self._journal.note("enqueued", run=run_id, began=began, due_in=due_in)
+            self._written(Append(run_id, self._store.first_token() - 1, 0, rows), began, synced=True)
+        return is_new
+
     def claim(self, run_id: str, owner: str, lease_seconds: float) -> Lease:
         began = now()
         lease: Lease = self._told(lambda: self._store.claim(run_id, owner, lease_seconds), "claim")
@@ -43,7 +53,7 @@ class WatchedStore:
         leases: list[Lease] = self._told(
             lambda: self._store.claim_due(owner, lease_seconds, queues, agents, at_most), "claim_due"
         )
-        self._claimed(leases, began, lease_seconds)
+        self._claimed(leases, began, lease_seconds, is_due=True)
         return leases
 
     def renew(self, run_id: str, token: int, lease_seconds: float) -> int:
@@ -55,6 +65,13 @@ class WatchedStore:
     def release(self, run_id: str, token: int, *, inbox: int = 0, due_in: float | None = None) -> None:
         self._journal.note("releases", run=run_id, token=token)
         self._told(lambda: self._store.release(run_id, token, inbox=inbox, due_in=due_in), "release", run_id)
+
+    def post(self, run_id: str, kind: str, payload: bytes, who: str, at: float, *, due_in: float = 0.0) -> int:
+        self._journal.note("posts", run=run_id)
+        counter: int = self._told(
+            lambda: self._store.post(run_id, kind, payload, who, at, due_in=due_in), "post", run_id
+        )
+        return counter
 
     def append(self, run_id: str, token: int, inbox: int, rows: Sequence[Row], *, synced: bool) -> bool:
         began = now()
@@ -91,9 +108,10 @@ class WatchedStore:
     def _failed(self, verb: str, run_id: str | None, error: LedgerError) -> None:
         self._journal.note("failed", verb=verb, run=run_id, error=type(error).__name__, said=str(error))
 
-    def _claimed(self, leases: Sequence[Lease], began: float, seconds: float) -> None:
+    def _claimed(self, leases: Sequence[Lease], began: float, seconds: float, *, is_due: bool = False) -> None:
         for lease in leases:
-            self._journal.note("claimed", run=lease.run_id, token=lease.token, began=began, seconds=seconds)
+            about = {"run": lease.run_id, "token": lease.token, "began": began, "seconds": seconds}
+            self._journal.note("claimed", is_due=is_due, **about)
 
     def _written(self, append: Append, began: float, *, synced: bool) -> None:
         entries = [

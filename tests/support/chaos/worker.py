@@ -7,16 +7,20 @@ import json
 import logging
 import signal
 import sys
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TypedDict
 
 from agent_run_ledger import AgentRunLedger
+from agent_run_ledger.errors import StoreUnavailable
 from agent_run_ledger.stores import open_store
 from agent_run_ledger.stores.clock import SystemClock
 from support.chaos.journal import Journal
 from support.chaos.outside import Outside
 from support.chaos.program import register
 from support.chaos.watched import WatchedStore
+from support.faketime import sleep_otherwise
 
 
 class Order(TypedDict):
@@ -31,6 +35,8 @@ class Order(TypedDict):
     lease_seconds: float
     outage_seconds: float
     concurrency: int
+    clock: str
+    """By how much its wall clock is wrong, as `support.faketime.clocked` takes it."""
 
 
 def ledger_in(order: Order, journal: Journal) -> AgentRunLedger:
@@ -47,11 +53,20 @@ def ledger_in(order: Order, journal: Journal) -> AgentRunLedger:
     )
 
 
+def patiently(open_ledger: Callable[[], AgentRunLedger]) -> AgentRunLedger:
+    """What a supervisor would do where the store is away when a worker starts: start it again."""
+    while True:
+        with suppress(StoreUnavailable):
+            return open_ledger()
+
+
 def main(order: Order) -> None:
+    if order["clock"] != "+0":
+        sleep_otherwise()
     journal = Journal(Path(order["journal"]))
     faulthandler.register(signal.SIGUSR1)  # so that whoever waits for it in vain can see where it stands
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    ledger = ledger_in(order, journal)
+    ledger = patiently(lambda: ledger_in(order, journal))
     register(ledger, Outside(order["door"]), journal)
     worker = ledger.worker(order["concurrency"], poll_seconds=0.5, name=order["name"])
     journal.note("begins", name=order["name"])
