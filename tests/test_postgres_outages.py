@@ -9,7 +9,7 @@ import psycopg
 import pytest
 
 from agent_run_ledger.contract import Append, Listing, QueueTerms, Request, Store
-from agent_run_ledger.errors import LeaseLost, LedgerError, StoreReadOnly, StoreUnavailable
+from agent_run_ledger.errors import LeaseLost, LedgerError, StoreBusy, StoreReadOnly, StoreUnavailable
 from agent_run_ledger.stores.memory import MemoryStore
 from agent_run_ledger.stores.postgres import PostgresStore
 from agent_run_ledger.testing import a_row
@@ -252,6 +252,24 @@ def test_a_network_that_hands_nothing_on_is_given_up_and_another_connection_is_m
     thread.join(60)
     assert written == [True]
     assert [row.seq for row in store.read("r")] == [1, 2]
+    store.close()
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_nothing_is_said_not_to_be_written_of_which_an_earlier_try_was_lost(
+    is_lost: bool, proxy: Proxy, dsn: str
+) -> None:
+    name = str(psycopg.conninfo.conninfo_to_dict(dsn)["dbname"])
+    store = PostgresStore(proxy.dsn(name, options="-clock_timeout=50"), outage_seconds=0.3)
+    token = create(store, "r").token
+    with psycopg.connect(dsn) as holding:
+        holding.execute("SELECT 1 FROM runs WHERE run_id = 'r' FOR UPDATE")
+        if is_lost:
+            proxy.lose_request(is_any)
+        with pytest.raises(StoreUnavailable if is_lost else StoreBusy) as raised:
+            store.append("r", token, 0, [a_row(2)], synced=True)
+        assert ("may have been done" in str(raised.value)) is is_lost
+    assert store.append("r", token, 0, [a_row(2)], synced=True)
     store.close()
 
 

@@ -135,7 +135,7 @@ def test_a_ledger_of_a_newer_version_is_left_alone(dsn: str, owner: psycopg.Conn
 def test_a_ledger_stands_in_the_schema_that_the_search_path_names(empty: str) -> None:
     with psycopg.connect(empty, autocommit=True) as connection:
         connection.execute('CREATE SCHEMA "One, two"')
-        dsn = f"{empty}&options=-csearch_path%3D%22One,%5C%20two%22"
+        dsn = f"{empty}{'&' if '?' in empty else '?'}options=-csearch_path%3D%22One,%5C%20two%22"
         migrate(dsn)
         assert tables(connection) == set()
         store = PostgresStore(dsn)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import threading
@@ -32,6 +33,7 @@ MOST_CONNECTIONS = 8
 
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.02, 1.0
 _CONNECT_SECONDS = 10
+_SILENCE_SECONDS = 30.0
 _FORK_WAIT_SECONDS = 5.0
 _never_closed: list[Link] = []
 
@@ -80,6 +82,7 @@ class Connections:
         self.is_closed = False
         self.is_behind_pooler = False
         """Whether what is connected to hands its sessions to others between transactions."""
+        self._next_warning = 0.0
         self._idle: list[Link] = []
         self._renew()
 
@@ -114,18 +117,21 @@ class Connections:
         """After a failure: done anew, for as long as an outage is waited for."""
         begun = time.monotonic()
         pause = 0.0
+        is_in_doubt = False
         while True:
+            if is_lost(fault):
+                self._warn(fault)
+                work, is_in_doubt = again, True
             is_final = not is_passing(fault) or (is_read_only(fault) and not _is_standby(link))
             self._let_go_of(link, fault)
-            if is_final:
-                raise named(fault, self.place) from fault
-            if is_lost(fault):
-                work = again
             waited = time.monotonic() - begun
-            if waited + pause > self.outage_seconds or self._end.wait(pause * random.uniform(0.5, 1.0)):
-                raise named(fault, self.place, waited) from fault
+            if is_final or waited + pause > self.outage_seconds or self._end.wait(pause * random.uniform(0.5, 1.0)):
+                raise _told(named(fault, self.place, waited), is_in_doubt) from fault
             pause = min(_LONGEST_PAUSE_SECONDS, max(_FIRST_PAUSE_SECONDS, pause * 2))
-            link = self._connected(begun)
+            try:
+                link = self._connected(begun)
+            except StoreError as error:
+                raise _told(error, is_in_doubt) from error.__cause__
             try:
                 answer = work(link)
             except psycopg.Error as error:
@@ -156,6 +162,15 @@ class Connections:
         self._end_of(link, is_sound=keep)
         if not keep:
             self._drop_idle()  # they lead to the same place
+
+    def _warn(self, fault: psycopg.Error) -> None:
+        """Tell whoever reads logs why nothing happens, once in a while."""
+        if time.monotonic() >= self._next_warning:
+            self._next_warning = time.monotonic() + _SILENCE_SECONDS
+            logging.getLogger("agent_run_ledger").warning(
+                "%s was lost or cannot be reached (%s): it is tried again for up to %.0f s",
+                *(self.place, " ".join(str(fault).split()), self.outage_seconds),
+            )
 
     # --- the stack ----------------------------------------------------------------------------------------------------
 
@@ -211,6 +226,7 @@ class Connections:
                         f"{self.place} does not take this ledger as its client ({' '.join(str(error).split())}); nothing was done. "
                         "Check the address, the role and its password."
                     ) from error
+                self._warn(error)
                 if waited + pause > self.outage_seconds or self._end.wait(pause * random.uniform(0.5, 1.0)):
                     raise named(error, self.place, waited) from error
                 pause = min(_LONGEST_PAUSE_SECONDS, pause * 2)
@@ -299,6 +315,13 @@ class Connections:
                 os.close(link.fileno())
         self._idle = []
         self._renew()
+
+
+def _told(error: StoreError, is_in_doubt: bool) -> StoreError:
+    """The error itself, unless it speaks of the last try only and an earlier one was lost on its way."""
+    if not is_in_doubt or (type(error) is StoreUnavailable and "nothing was" not in str(error)):
+        return error
+    return StoreUnavailable(f"An earlier try of this call was lost on its way, and may have been done; then: {error}")
 
 
 def _is_standby(link: Link) -> bool:

@@ -15,7 +15,9 @@ from agent_run_ledger.errors import (
 )
 
 # https://www.postgresql.org/docs/current/errcodes-appendix.html
-_CONFLICTS = frozenset({"40001", "40P01", "55P03"})  # serialization failure, deadlock, lock not available
+_CONFLICTS = frozenset(
+    {"40001", "40P01", "55P03", "57014"}
+)  # serialization failure, deadlock, lock not available, statement timeout
 _NOT_NOW = frozenset({"53300", "53400", "57P03"})  # too many connections, limit exceeded, cannot connect now
 _ENDED = frozenset({"57P01", "57P02", "57P05", "25P03"})  # the session was ended, by whomever
 _STALE = frozenset({"0A000", "26000", "42P05"})  # a prepared statement that its table, or a pooler, has left behind
@@ -26,7 +28,14 @@ _NO_RIGHT = frozenset({"42501"})
 _UNKNOWN_OBJECTS = frozenset({"42P01", "42703"})
 
 # What a server says to a client that it will not have at all; libpq gives no code for it.
-_REFUSALS = ("authentication failed", "does not exist", "pg_hba.conf", "permission denied", "no password supplied")
+_REFUSALS = (
+    "authentication failed",
+    "does not exist",
+    "pg_hba.conf",
+    "permission denied",
+    "no password supplied",
+    "no such",
+)
 
 
 def is_lost(error: psycopg.Error) -> bool:
