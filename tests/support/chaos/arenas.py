@@ -11,11 +11,13 @@ from typing import Protocol, Self
 from agent_run_ledger.stores.postgres import migrate
 from support.chaos.journal import Journal, now
 from support.chaos.schedule import DISTURBANCES, OUTAGES, TROUBLES, Fault
+from support.daemons import wait_until
 from support.pair import Pair
 from support.postgres import Server
 from support.proxy import Loss, Proxy, is_any
 
 _DATABASE = "storm"
+_WAITING = "SELECT 1 FROM pg_stat_activity WHERE wait_event = 'SyncRep'"
 
 
 class Arena(Protocol):
@@ -151,6 +153,9 @@ class PairArena:
         with self._pair.primary.connect() as connection:
             connection.execute(f"CREATE DATABASE {_DATABASE}")
         migrate(self._pair.dsn(_DATABASE))
+        with self._pair.standby.connect() as connection:  # as in a house where both are set up alike
+            connection.execute("ALTER SYSTEM SET synchronous_standby_names = '*'")
+            connection.execute("SELECT pg_reload_conf()")
         return self
 
     def __exit__(
@@ -162,12 +167,17 @@ class PairArena:
         return self._pair.dsn(_DATABASE)
 
     def inflict(self, fault: Fault, journal: Journal) -> None:
-        """The primary is no more. Who looks after the standby makes it the primary, and says that it has no standby of its own to wait for."""
+        """The primary is no more. An operator promotes the standby; when he sees commits wait for a further standby, he lets them go on."""
         assert fault.kind == "failover"
         began = now()
         self._pair.primary.kill()
         journal.note("crash", began=began)
         self._pair.promote()
+        with self._pair.standby.connect() as connection:
+            wait_until(lambda: connection.execute(_WAITING).fetchone(), "a commit to wait for a standby that is not there")
+            journal.note("failover")
+            connection.execute("ALTER SYSTEM RESET synchronous_standby_names")
+            connection.execute("SELECT pg_reload_conf()")
 
     def calm(self, journal: Journal) -> None:
         """What is dead stays dead."""

@@ -60,7 +60,11 @@ class Report:
     """What came of it."""
 
     problems: list[str]
+    """The promises that were broken, a sentence each."""
     summary: list[str]
+    """What really happened, in a line each."""
+    replaced: int
+    """How many worker processes were replaced by others."""
 
 
 class _Asking(NamedTuple):
@@ -113,7 +117,7 @@ def blow(plan: Plan, arena: Arena, folder: Path, tell: Callable[[str], None] = l
             {run_id: _expected(rows[0], cancelled) for run_id, rows in logs.items()},
         )  # fmt: skip
     problems = [*complaints, *unended, *judge(evidence)]
-    return Report(problems, [*_summary(evidence), f"in {time.monotonic() - began:.0f} s"])
+    return Report(problems, [*_summary(evidence), f"in {time.monotonic() - began:.0f} s"], len(fleet.past))
 
 
 @contextmanager
