@@ -24,7 +24,7 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=usual.workers)
     parser.add_argument("--fault-every", type=float, default=usual.fault_every, help="seconds, on the average")
     parser.add_argument("--lease", type=float, default=usual.lease_seconds, help="seconds")
-    parser.add_argument("--keep", type=Path, help="an empty folder for the journals; else they go, if all is well")
+    parser.add_argument("--keep", type=Path, help="an empty folder for the journals")
     asked = parser.parse_args()
     plan = Plan(
         seed=asked.seed,
@@ -34,13 +34,10 @@ def main() -> int:
         fault_every=asked.fault_every,
         lease_seconds=asked.lease,
     )
-    if True:
-        temporary = tempfile.mkdtemp(prefix="storm-")
-        folder = asked.keep or Path(temporary)
-        arena = ServerArena() if asked.on == "postgres" else FileArena(folder)
-        report = blow(plan, arena, folder, lambda line: print(line, file=sys.stderr, flush=True))
-    print("\n".join(report.summary))
-    print("\n".join(report.problems))
+    folder = asked.keep or Path(tempfile.mkdtemp(prefix="storm-"))
+    arena = ServerArena() if asked.on == "postgres" else FileArena(folder)
+    report = blow(plan, arena, folder, lambda line: print(line, file=sys.stderr, flush=True))
+    print("\n".join([*report.summary, *report.problems, f"all journals are in {folder}"]))
     return 1 if report.problems else 0
 
 

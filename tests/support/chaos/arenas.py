@@ -174,7 +174,9 @@ class PairArena:
         journal.note("crash", began=began)
         self._pair.promote()
         with self._pair.standby.connect() as connection:
-            wait_until(lambda: connection.execute(_WAITING).fetchone(), "a commit to wait for a standby that is not there")
+            wait_until(
+                lambda: connection.execute(_WAITING).fetchone(), "a commit to wait for a standby that is not there"
+            )
             journal.note("failover")
             connection.execute("ALTER SYSTEM RESET synchronous_standby_names")
             connection.execute("SELECT pg_reload_conf()")

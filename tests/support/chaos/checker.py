@@ -256,9 +256,7 @@ def overtaken(evidence: Evidence) -> set[tuple[str, float]]:
     found = set()
     for name, note in evidence.notes("called"):
         is_old = any(at < note["at"] and token > note["token"] for at, token in newest[note["run"]])
-        if is_old and any(
-            worker == name and 0 <= note["at"] - at < _IN_FLIGHT_SECONDS for worker, at in continued
-        ):
+        if is_old and any(worker == name and 0 <= note["at"] - at < _IN_FLIGHT_SECONDS for worker, at in continued):
             found.add((name, note["at"]))
     return found
 

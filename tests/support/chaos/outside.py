@@ -105,7 +105,9 @@ class World:
         with self._lock:
             self._asked[what, key] += 1
             chance = random.Random(f"{self._seed} {what} {key} {self._asked[what, key]}")
-            mood = "good" if self._is_good else chance.choices(["good", "refuses", "hangs up", "late"], [85, 5, 5, 5])[0]
+            mood = (
+                "good" if self._is_good else chance.choices(["good", "refuses", "hangs up", "late"], [85, 5, 5, 5])[0]
+            )
             self._journal.note("asked", mood=mood, **question)
             if mood == "refuses":
                 return {"refused": "not now"}, 0.0

@@ -141,9 +141,7 @@ def _submitted(plan: Plan, ledger: AgentRunLedger, agents: Agents) -> Iterator[_
         due_in = chance.uniform(0.0, 0.9 * plan.seconds)
         ledger.submit(agent, number, run_id=run_id, delay=due_in, priority=chance.randrange(3))
         if agent is agents.waiter:
-            yield from (
-                _Asking(chance.uniform(0.0, plan.seconds), run_id, f"word {number}.{each}") for each in (1, 2)
-            )
+            yield from (_Asking(chance.uniform(0.0, plan.seconds), run_id, f"word {number}.{each}") for each in (1, 2))
         elif chance.random() < 0.04:
             yield _Asking(due_in + chance.uniform(0.0, 4.0), run_id, None)
 
@@ -164,13 +162,17 @@ class _Weather:
     def __init__(self, plan: Plan, arena: Arena, fleet: Fleet, journal: Journal) -> None:
         self._arena, self._fleet, self._journal = arena, fleet, journal
         faults = plan.faults
-        self._faults = faults if faults is not None else schedule(
-            plan.seed,
-            arena.kinds,
-            seconds=plan.seconds,
-            slots=plan.workers,
-            every=plan.fault_every,
-            lease_seconds=plan.lease_seconds,
+        self._faults = (
+            faults
+            if faults is not None
+            else schedule(
+                plan.seed,
+                arena.kinds,
+                seconds=plan.seconds,
+                slots=plan.workers,
+                every=plan.fault_every,
+                lease_seconds=plan.lease_seconds,
+            )
         )
 
     def pass_by(self, tell: Callable[[str], None]) -> None:
@@ -241,10 +243,10 @@ def _summary(evidence: Evidence) -> list[str]:
     world = Counter(
         note["kind"] if note["kind"] != "asked" else f"{note['what']}, {note['mood']}" for note in evidence.outside
     )
-    entries = [(note["run"], entry["seq"], entry["leaf"]) for _, note in evidence.notes("written") for entry in note["entries"]]
-    there = {
-        (run_id, row.seq, row.roots[:32].hex()) for run_id, rows in evidence.logs.items() for row in rows
-    }
+    entries = [
+        (note["run"], entry["seq"], entry["leaf"]) for _, note in evidence.notes("written") for entry in note["entries"]
+    ]
+    there = {(run_id, row.seq, row.roots[:32].hex()) for run_id, rows in evidence.logs.items() for row in rows}
     return [
         f"runs: {len(evidence.logs)}, entries: {sum(map(len, evidence.logs.values()))}, acknowledged: {len(entries)}, "
         f"of which lost (without a sync, by a crash): {sum(entry not in there for entry in entries)}",

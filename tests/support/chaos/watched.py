@@ -32,9 +32,7 @@ class WatchedStore:
 
     def enqueue(self, run_id: str, secret: bytes, rows: Sequence[Row], listing: Listing, due_in: float) -> bool:
         began = now()
-        is_new: bool = self._told(
-            lambda: self._store.enqueue(run_id, secret, rows, listing, due_in), "enqueue", run_id
-        )
+        is_new: bool = self._told(lambda: self._store.enqueue(run_id, secret, rows, listing, due_in), "enqueue", run_id)
         if is_new:
             self._journal.note("enqueued", run=run_id, began=began, due_in=due_in)
             self._written(Append(run_id, self._store.first_token() - 1, 0, rows), began, synced=True)

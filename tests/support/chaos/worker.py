@@ -42,7 +42,11 @@ class Order(TypedDict):
 def ledger_in(order: Order, journal: Journal) -> AgentRunLedger:
     """The ledger as a worker opens it."""
     store = open_store(
-        order["place"], durability="full", clock=SystemClock(), outage_seconds=order["outage_seconds"], busy_seconds=60.0
+        order["place"],
+        durability="full",
+        clock=SystemClock(),
+        outage_seconds=order["outage_seconds"],
+        busy_seconds=60.0,
     )
     return AgentRunLedger(
         WatchedStore(store, journal),  # type: ignore[arg-type] # what it does not watch it passes on
