@@ -26,7 +26,6 @@ check: lint ## the same without the slow tests, in under a minute
 
 test-system: environment ## tests that need the machine: strace, faketime, mounts, PostgreSQL 15, PgBouncer (Linux, root)
 	$(PYTEST) -m system
-	PYTHONPATH=src:tests $(BIN)/python tests/system/other_servers.py -n $(JOBS) --dist worksteal
 
 bench: environment ## measure a step against raw SQLite
 	$(BIN)/python benchmarks/steps.py

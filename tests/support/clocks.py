@@ -42,8 +42,9 @@ class DatabaseClock(FakeClock):
             self._connection.close()
 
     def advance(self, seconds: float) -> None:
-        super().advance(seconds)
         with self._telling:
             if self._connection is None:  # most tests let no time pass
                 self._connection = psycopg.connect(self._url, autocommit=True, prepare_threshold=None)
-            self._connection.execute("UPDATE test_clock SET seconds = %s", [self.elapsed()])
+            # The database goes first: whoever sees here that it is time to look finds there that it is.
+            self._connection.execute("UPDATE test_clock SET seconds = %s", [self.elapsed() + seconds])
+            super().advance(seconds)

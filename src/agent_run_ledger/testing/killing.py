@@ -22,8 +22,8 @@ from agent_run_ledger.testing.flows import Flow, live
 from agent_run_ledger.testing.life import Answer, Life, standing
 from agent_run_ledger.testing.notes import Note, from_lines, to_line
 
-_HARMLESS = "agent-run-ledger idle"
-"""The name of threads of this library that hold nothing and wait for work."""
+_HARMLESS = frozenset({"agent-run-ledger idle", "agent-run-ledger signals"})
+"""The names of threads of this library that hold nothing and wait: for work, or to be told of a signal."""
 
 
 class KillingStage(Stage):
@@ -115,7 +115,7 @@ def _refuse_beside_threads() -> None:
     if not hasattr(os, "fork"):
         raise InvalidArguments("kill=True needs os.fork, which this system does not have; nothing was run")
     here = threading.current_thread()
-    others = [thread.name for thread in threading.enumerate() if thread is not here and thread.name != _HARMLESS]
+    others = [thread.name for thread in threading.enumerate() if thread is not here and thread.name not in _HARMLESS]
     if others:
         raise InvalidArguments(
             f"kill=True forks this process, which is not safe beside its other threads ({', '.join(others)}): end them first, or "
