@@ -175,6 +175,12 @@ def a_run_that_is_taken_before_it_is_due(evidence: Evidence) -> None:
     enqueued["due_in"] = 3600.0
 
 
+def a_nap_that_was_too_short(evidence: Evidence) -> None:
+    at = index(evidence, "intent", waits="sleep")
+    row = evidence.logs["clerk"][at]
+    evidence.logs["clerk"][at] = row._replace(payload=b'{"seconds":3600.0}')
+
+
 def a_run_that_has_not_ended(evidence: Evidence) -> None:
     row = evidence.logs["clerk"][-1]
     evidence.logs["clerk"][-1] = row._replace(body=json.dumps(json.loads(row.body) | {"state": "BLOCKED"}).encode())
@@ -214,6 +220,7 @@ BROKEN: dict[Callable[[Evidence], None], str] = {
     another_story: "heard another 'plan'",
     a_live_lease_that_is_taken: "before the lease of worker",
     a_run_that_is_taken_before_it_is_due: "before it was due",
+    a_nap_that_was_too_short: "instead of 3600.0",
     a_run_that_has_not_ended: "clerk is BLOCKED",
     a_run_that_is_owned: "clerk is owned by worker",
     a_run_that_is_due: "clerk is due in 1.0 s",

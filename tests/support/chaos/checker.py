@@ -53,6 +53,7 @@ def judge(evidence: Evidence) -> list[str]:
         *tokens(evidence, bodies),
         *live_leases(evidence),
         *delays(evidence),
+        *naps(evidence, bodies),
         *acknowledged(evidence),
         *effects(evidence, bodies),
         *calls(evidence, bodies),
@@ -162,6 +163,19 @@ def delays(evidence: Evidence) -> Iterator[str]:
     for name, note in evidence.notes("claimed"):
         if note["is_due"] and note["at"] < due.get(note["run"], 0.0):
             yield f"{note['run']}: {name} took it {due[note['run']] - note['at']:.3f} s before it was due"
+
+
+def naps(evidence: Evidence, bodies: Bodies) -> Iterator[str]:
+    """A run that sleeps sleeps for no less than it asked for, by the times in its log."""
+    for run_id, entries in bodies.items():
+        asked: dict[str, tuple[float, float]] = {}
+        for row, body in zip(evidence.logs[run_id], entries, strict=True):
+            if body["kind"] == "intent" and body.get("waits") == "sleep" and row.payload is not None:
+                asked.setdefault(body["position"], (body["at"], json.loads(row.payload)["seconds"]))
+            elif body["kind"] == "outcome" and body["position"] in asked:
+                began, seconds = asked[body["position"]]
+                if body["at"] - began < seconds:
+                    yield f"{run_id}: at {body['position']} it slept {body['at'] - began:.3f} s instead of {seconds}"
 
 
 class _Crashes:
