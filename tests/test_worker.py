@@ -309,6 +309,39 @@ def test_a_task_of_an_async_agent_that_ends_the_process_stops_no_other_run(real:
         assert [handle.result(LONG) for handle in handles] == list(range(6))
 
 
+class Behind(MemoryStore):
+    """A store behind a network, in which it takes a while until it is written that a run is parked; only so long as it matters."""
+
+    is_remote = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.released = threading.Event()
+
+    def append(self, run_id: str, token: int, inbox: int, rows: Any, *, synced: bool) -> bool:
+        if rows[0].kind == "parked":
+            self.released.wait(0.3)
+        return super().append(run_id, token, inbox, rows, synced=synced)
+
+    def release(self, run_id: str, token: int, **options: Any) -> None:
+        super().release(run_id, token, **options)
+        self.released.set()
+
+
+def test_a_run_whose_process_was_to_end_is_not_let_go_of_before_that_is_written() -> None:
+    store = Behind()
+    with AgentRunLedger(store) as ledger:
+
+        @ledger.agent()
+        async def ends() -> None:
+            raise SystemExit(3)
+
+        with worker(ledger):
+            handle = ledger.submit(ends, run_id=RUN)
+            until(store.released.is_set)
+        assert (handle.status, ledger.get_run(RUN).due_in_seconds) == ("BLOCKED", None)
+
+
 class Away:
     """A store that can be taken away: every verb but `close` and `wake` raises then."""
 

@@ -308,7 +308,7 @@ class Worker:
         pause = min(self._poll_seconds, self._until_house())
         if due_in:  # what is due now a limit keeps from being taken, or somebody else is taking it
             pause = min(pause, due_in)
-        self._may_be_due = self._store.wait_for_work(pause) or pause == due_in
+        self._may_be_due = self._store.wait_for_work(pause)
 
     def _await_a_slot(self) -> None:
         with self._changed:
