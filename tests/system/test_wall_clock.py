@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from agent_run_ledger import AgentRunLedger
+from support.faketime import clocked
 from support.processes import Child, child
 from support.witness import Witness
 
@@ -45,15 +46,6 @@ def process(database: Path, lease_seconds: float, clock: str | Path) -> Iterator
     """
     with child(OWNER, database, lease_seconds, prefix=clocked(clock)) as started:
         yield started
-
-
-def clocked(clock: str | Path) -> list[str]:
-    """What a command is put behind for that clock."""
-    settings = ["FAKETIME_DONT_FAKE_MONOTONIC=1", "FAKETIME_NO_CACHE=1"]
-    if isinstance(clock, Path):  # `faketime` itself takes no such file: what it does is to preload this library
-        (library, *_) = Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1")
-        return ["env", *settings, f"FAKETIME_TIMESTAMP_FILE={clock}", f"LD_PRELOAD={library}"]
-    return [] if clock == "+0" else ["env", *settings, "faketime", "-f", clock]
 
 
 def set_clock(clock: Path, shift: str) -> None:
