@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from agent_run_ledger import AgentRunLedger, Effect, Receipt, RetryPolicy, Run, StepFailed, current_step
+from agent_run_ledger import AgentRunLedger, Effect, LeaseLost, Receipt, RetryPolicy, Run, StepFailed, current_step
 from agent_run_ledger.contract import QueueTerms, Store
 from agent_run_ledger.stores.memory import MemoryStore
 from agent_run_ledger.testing import FakeClock
@@ -662,8 +662,9 @@ def _is_killed_at(at: int, way: Way, is_done: bool) -> bool:
     return mortal.writes > at
 
 
+@pytest.mark.parametrize("tells", [False, True], ids=["as it is", "in its own words"])
 def test_a_program_that_lost_its_run_does_nothing_to_it_though_its_own_worker_has_it_again(
-    bench: Bench, way: Way
+    bench: Bench, way: Way, tells: bool
 ) -> None:
     ledger = bench.open()
     calls: list[int] = []
@@ -685,7 +686,12 @@ def test_a_program_that_lost_its_run_does_nothing_to_it_though_its_own_worker_ha
     work = way.tool(ledger, stands_still, name="work", effect=Effect.READ)
 
     def agent() -> Any:
-        return (yield work())
+        try:
+            return (yield work())
+        except LeaseLost:
+            if tells:
+                raise ValueError("the work could not be done") from None
+            raise
 
     submit(ledger, way.agent(ledger, agent, name="agent"), run_id=RUN)
     assert work_once(ledger) == "waits"

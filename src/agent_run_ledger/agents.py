@@ -14,7 +14,7 @@ from agent_run_ledger.drivers.sync import Suspended
 from agent_run_ledger.engine import admission, runs
 from agent_run_ledger.engine.call import Begun, Call, Options, declared
 from agent_run_ledger.engine.waits import WATCH
-from agent_run_ledger.errors import EffectConflict, InvalidArguments, RunClosed, UnorderedStep
+from agent_run_ledger.errors import EffectConflict, InvalidArguments, LeaseLost, RunClosed, UnorderedStep
 from agent_run_ledger.model import Budget, Effect, RetryPolicy, RunState
 from agent_run_ledger.rules import canonical, checks, functions
 from agent_run_ledger.rules.functions import Signature
@@ -270,6 +270,7 @@ def run_to_its_end(ledger: Ledger, start: Start) -> Any:
     refuse_itself(start.run_id)
     draft = agent.created(start.given, ledger._payload_limit, start.parent)
     held = ledger._start(start.run_id, draft, start.wait, waits_for_itself=True)
+    token = held.token
     try:
         agent.apply(held)
         if held.history.state is RunState.COMPLETED:
@@ -287,7 +288,7 @@ def run_to_its_end(ledger: Ledger, start: Start) -> Any:
         ledger._driver.obey(runs.finish(held, payload))
         return agent.result(payload)
     except BaseException as error:
-        told = _told(held, start, error)
+        told = _told(held, start, token, error)
         park(ledger, held, told)
         if told is not error:
             raise told from error
@@ -302,6 +303,7 @@ async def abegin(ledger: Ledger, start: Start) -> Any:
     refuse_itself(start.run_id)
     draft = agent.created(start.given, ledger._payload_limit, start.parent)
     held = await driver.start(lambda: ledger._start(start.run_id, draft, None), start.wait, waits_for_itself=True)
+    token = held.token
     try:
         agent.apply(held)
         if held.history.state is RunState.COMPLETED:
@@ -319,7 +321,7 @@ async def abegin(ledger: Ledger, start: Start) -> Any:
         await driver.finish(held, payload)
         return agent.result(payload)
     except BaseException as error:
-        told = _told(held, start, error)
+        told = _told(held, start, token, error)
         await driver.park(held, told)
         if told is not error:
             raise told from error
@@ -334,8 +336,13 @@ def _suspend(held: HeldRun) -> None:
         raise Suspended
 
 
-def _told(held: HeldRun, start: Start, error: BaseException) -> BaseException:
-    """What ended a program: where it is to be begun anew later that is all, whatever its own code made of it."""
+def _told(held: HeldRun, start: Start, token: int, error: BaseException) -> BaseException:
+    """What ended a program that began under this token: whatever its own code made of it.
+
+    Where it is to be begun anew later that is all; and where it has lost its run meanwhile, which its worker has again, its error is not the run's.
+    """
+    if start.is_worked and held.token not in (0, token) and isinstance(error, Exception):
+        return error if isinstance(error, LeaseLost) else LeaseLost(held.run_id, token)
     if not (held.is_suspended or isinstance(error, Suspended)):
         return error
     if start.within is not None:  # it waits for what its child waits for

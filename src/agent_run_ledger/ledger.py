@@ -169,6 +169,9 @@ class Ledger(Operator):
             self._store = open_store(db_path, durability=durability, clock=self._clock, outage_seconds=outage_seconds)
         else:
             self._store = db_path
+        if clock is None and self._store.is_remote:
+            # Timers, and what is written down, are by one clock for all who share the store, whatever their machines say.
+            self._clock = getattr(self._store, "clock", self._clock)
         self._outage_seconds = outage_seconds
         self._durability = durability
         self._min_free = _min_free(min_free_bytes)
@@ -547,9 +550,10 @@ class AgentRunLedger(Fleet, Ledger):
         """
         if os.fspath(path) == ":memory:":
             raise ValueError("a ledger in memory is seen by its own ledger object only: give the path of a file")
-        timed = clock or SystemClock()
-        store = open_store(path, durability="full", clock=timed, outage_seconds=outage_seconds, read_only=True)
-        return cls(store, outage_seconds=outage_seconds, clock=timed)
+        store = open_store(
+            path, durability="full", clock=clock or SystemClock(), outage_seconds=outage_seconds, read_only=True
+        )
+        return cls(store, outage_seconds=outage_seconds, clock=clock)
 
     @staticmethod
     def migrate(

@@ -314,7 +314,7 @@ class CopiedRun:
     is_moved: bool
     """Whether it goes on there, and no more here; a run that has ended stays here, too."""
     was_there: bool
-    """Whether it stood there already, and nothing was written."""
+    """Whether it stood there already, and nothing was written there."""
 
 
 @dataclass(slots=True)

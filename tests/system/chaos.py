@@ -10,7 +10,7 @@ from pathlib import Path
 TESTS = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(TESTS.parent / "src"), str(TESTS)]
 
-from support.chaos.arenas import FileArena, ServerArena  # noqa: E402 # they are found by the line above
+from support.chaos.arenas import Arena, FileArena, ServerArena  # noqa: E402 # they are found by the line above
 from support.chaos.storm import Plan, blow  # noqa: E402
 
 
@@ -18,6 +18,8 @@ def main() -> int:
     usual = Plan()
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--on", choices=["postgres", "sqlite"], default="postgres", help="whose ledger it is")
+    parser.add_argument("--pooled", action="store_true", help="through PgBouncer in transaction mode")
+    parser.add_argument("--partitions", type=int, help="into so many PostgreSQL's tables are divided")
     parser.add_argument("--seed", type=int, default=usual.seed)
     parser.add_argument("--minutes", type=float, default=usual.seconds / 60, help="for how long things go wrong")
     parser.add_argument("--runs", type=int, default=usual.runs, help="besides their children")
@@ -35,7 +37,9 @@ def main() -> int:
         lease_seconds=asked.lease,
     )
     folder = asked.keep or Path(tempfile.mkdtemp(prefix="storm-"))
-    arena = ServerArena() if asked.on == "postgres" else FileArena(folder)
+    arena: Arena = FileArena(folder)
+    if asked.on == "postgres":
+        arena = ServerArena(pooled=asked.pooled, partitions=asked.partitions)
     report = blow(plan, arena, folder, lambda line: print(line, file=sys.stderr, flush=True))
     print("\n".join([*report.summary, *report.problems, f"all journals are in {folder}"]))
     return 1 if report.problems else 0

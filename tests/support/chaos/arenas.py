@@ -13,6 +13,7 @@ from support.chaos.journal import Journal, now
 from support.chaos.schedule import DISTURBANCES, OUTAGES, TROUBLES, Fault
 from support.daemons import wait_until
 from support.pair import Pair
+from support.pgbouncer import PgBouncer
 from support.postgres import Server
 from support.proxy import Loss, Proxy, is_any
 
@@ -71,22 +72,29 @@ class FileArena:
 
 
 class ServerArena:
-    """One PostgreSQL server. Every second worker, and whoever asks something of runs, goes through a network that fails."""
+    """One PostgreSQL server. Every second worker, and whoever asks something of runs, goes through a network that fails.
+
+    `pooled`: all go through PgBouncer in transaction mode. `partitions`: into so many the tables are divided.
+    """
 
     kinds: Mapping[str, int] = DISTURBANCES | OUTAGES | TROUBLES
     is_death_proved = False
 
-    def __init__(self) -> None:
+    def __init__(self, *, pooled: bool = False, partitions: int | None = None) -> None:
         # What a COMMIT has answered is with the kernel at least, which does not crash here; with fsync it also takes its time.
         self._server = Server(fsync=True)
-        self._proxy = Proxy(self._server.address)
+        self._pooler = PgBouncer(self._server) if pooled else None
+        self._proxy = Proxy((self._pooler or self._server).address)
+        self._partitions = partitions
         self._losses: list[tuple[str, Loss]] = []
 
     def __enter__(self) -> Self:
         self._server.start()
         with self._server.connect() as connection:
             connection.execute(f"CREATE DATABASE {_DATABASE}")
-        migrate(self._server.dsn(_DATABASE))
+        migrate(self._server.dsn(_DATABASE), partitions=self._partitions)
+        if self._pooler is not None:
+            self._pooler.start()
         self._proxy.accept()
         return self
 
@@ -95,11 +103,13 @@ class ServerArena:
     ) -> None:
         self._proxy.refuse()
         self._proxy.cut()
+        if self._pooler is not None:
+            self._pooler.close()
         self._server.close()
 
     def place(self, slot: int | None) -> str:
-        server = self._server if slot is not None and slot % 2 else self._proxy
-        return server.dsn(_DATABASE, connect_timeout="3")
+        way = (self._pooler or self._server) if slot is not None and slot % 2 else self._proxy
+        return way.dsn(_DATABASE, connect_timeout="3")
 
     def inflict(self, fault: Fault, journal: Journal) -> Callable[[], None] | None:
         chance, proxy = random.Random(fault.seed), self._proxy

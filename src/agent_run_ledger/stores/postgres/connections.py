@@ -20,6 +20,7 @@ from psycopg.rows import TupleRow, tuple_row
 from psycopg.types.numeric import Int8BinaryDumper, Int8Dumper
 
 from agent_run_ledger.errors import LedgerError, StoreError, StoreUnavailable
+from agent_run_ledger.stores.postgres.clock import SERVER_TIME, ServerClock
 from agent_run_ledger.stores.postgres.faults import (
     is_lost,
     is_passing,
@@ -52,6 +53,8 @@ SYNCED = "set_config('synchronous_commit', %s, true) IS NOT NULL"
 """A condition by which a statement says of its own transaction whether it is synced, so that nothing is left in a session. It must
 stand where a row is looked at; its argument is what `level` gives."""
 
+_WHO_AND_WHEN = f"SELECT pg_backend_pid(), {SERVER_TIME}".encode()
+
 T = TypeVar("T")
 
 
@@ -81,6 +84,7 @@ class Connections:
         self.outage_seconds = outage_seconds
         self.reply_seconds = min(10.0, max(0.5, outage_seconds / 4))
         self.is_closed = False
+        self.clock = ServerClock()
         self.is_behind_pooler = False
         """Whether what is connected to hands its sessions to others between transactions."""
         self._next_warning = 0.0
@@ -264,10 +268,11 @@ class Connections:
             link.reply_seconds = self.reply_seconds
             for dumper in (Int8Dumper, Int8BinaryDumper):  # one type whatever the number, so one plan
                 link.adapters.register_dumper(int, dumper)
-            if not self.is_behind_pooler:
-                # What a pooler tells its client to be cancelled by is not the process that does the work.
-                ((process,),) = link.execute(b"SELECT pg_backend_pid()").fetchall()
-                self.is_behind_pooler = process != link.info.backend_pid
+            asked_at = self.clock.elapsed()
+            ((process, said),) = link.execute(_WHO_AND_WHEN).fetchall()
+            self.clock.hear(said, asked_at, is_another=not self._open)
+            # What a pooler tells its client to be cancelled by is not the process that does the work.
+            self.is_behind_pooler = self.is_behind_pooler or process != link.info.backend_pid
             if not self.is_behind_pooler:
                 # Each statement is planned once, for any values: to plan the longer ones takes longer than to do them, and to compile
                 # them takes a thousand times as long.

@@ -37,10 +37,12 @@ _ASKED = b"""
 INSERT INTO inbox (run_id, id, kind, payload, who, at)
 SELECT %s, q.* FROM unnest(%b::bigint[], %b::text[], %b::bytea[], %b::text[], %b::float8[]) AS q (id, kind, payload, who, at)
 """
-_MADE = b"""
+# What is seen need not be where its commit should have brought it: to the disk, and to the standby. The commit of this lock waits for that.
+_MADE = f"""
 SELECT fencing_token FROM runs r JOIN secrets s ON s.run_id = r.run_id
-WHERE r.run_id = %s AND s.secret = %b AND r.moved_to IS NULL
-"""
+WHERE r.run_id = %s AND s.secret = %b AND r.moved_to IS NULL AND {SYNCED}
+FOR NO KEY UPDATE OF r
+""".encode()
 
 # Nobody else can have written to a run since it was moved away.
 _COME_BACK = f"""
@@ -100,7 +102,7 @@ class Making:
 
     def find(self, link: Link) -> int | None:
         """The token of the run that this very call has made, whose answer was lost: nobody else knows its secret."""
-        found = link.execute(_MADE, (self._run_id, self._secret)).fetchone()
+        found = link.execute(_MADE, (self._run_id, self._secret, "on")).fetchone()
         return None if found is None else int(found[0])
 
 

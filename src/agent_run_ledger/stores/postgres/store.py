@@ -25,12 +25,11 @@ from agent_run_ledger.stores.postgres import queues as waiting
 from agent_run_ledger.stores.postgres import reading
 from agent_run_ledger.stores.postgres.appending import append_row, append_together, is_large
 from agent_run_ledger.stores.postgres.bell import Bell
+from agent_run_ledger.stores.postgres.clock import SERVER_TIME
 from agent_run_ledger.stores.postgres.connections import SYNCED, Connections, Link, timed
 from agent_run_ledger.stores.postgres.faults import named
 from agent_run_ledger.stores.postgres.making import Making, new_mark
 from agent_run_ledger.stores.postgres.schema import findings, refuse_unusable
-
-_DATABASE_CLOCK = "extract(epoch FROM clock_timestamp())::double precision"
 
 # Ours already where a call of this very store took it: then it is renewed, under the token that it has. So a claim whose answer was
 # lost is simply made again. A new epoch begins above every token of the old ones.
@@ -48,7 +47,7 @@ RETURNING fencing_token, (SELECT secret FROM secrets s WHERE s.run_id = runs.run
 _RENEW = f"""
 UPDATE runs SET lease_until = {{now}} + %s::float8, lease_seconds = %s
 WHERE run_id = %s AND fencing_token = %s AND owner IS NOT NULL AND {SYNCED}
-RETURNING inbox
+RETURNING inbox, {SERVER_TIME}
 """
 
 _RELEASE = f"""
@@ -85,7 +84,12 @@ WITH counted AS (
 )
 SELECT inbox, queue IS NOT NULL FROM counted
 """
-_POSTED = b"SELECT id, true FROM inbox WHERE run_id = %s AND nonce = %s"
+# Its commit waits until what is seen here is on the disk, and with the standby.
+_POSTED = f"""
+SELECT i.id, r.queue IS NOT NULL FROM inbox i JOIN runs r ON r.run_id = i.run_id
+WHERE i.run_id = %s AND i.nonce = %s AND {SYNCED}
+FOR NO KEY UPDATE OF r
+""".encode()
 
 
 class PostgresStore:
@@ -98,10 +102,11 @@ class PostgresStore:
     is_remote = True
 
     def __init__(
-        self, dsn: str, *, outage_seconds: float = 60.0, read_only: bool = False, _now: str = _DATABASE_CLOCK
+        self, dsn: str, *, outage_seconds: float = 60.0, read_only: bool = False, _now: str = SERVER_TIME
     ) -> None:
         self._links = Connections(dsn, outage_seconds, read_only=read_only)
         self.place = self._links.place
+        self.clock = self._links.clock
         self._now = _now
         self._held: dict[str, int] = {}
         self._noted: set[str] = set()
@@ -219,9 +224,11 @@ class PostgresStore:
 
         def work(link: Link) -> int:
             values = (lease_seconds, lease_seconds, run_id, token, "off")
+            asked_at = self.clock.elapsed()
             renewed = link.execute(timed(_RENEW, self._now), values).fetchone()
             if renewed is None:
                 raise RunNotFound(run_id) if self._head(run_id, link) is None else LeaseLost(run_id, token)
+            self.clock.hear(renewed[1], asked_at)
             return int(renewed[0])
 
         return self._links.run(work)
@@ -302,7 +309,7 @@ class PostgresStore:
                 try:
                     found = link.execute(timed(_POST, self._now), values).fetchone()
                 except psycopg.IntegrityError as error:  # this very call did it, and its answer was lost
-                    found = link.execute(_POSTED, (run_id, nonce)).fetchone()
+                    found = link.execute(_POSTED, (run_id, nonce, "on")).fetchone()
                     if found is None:
                         raise named(error, self.place) from error
                 if found is not None:
