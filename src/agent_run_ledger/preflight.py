@@ -143,6 +143,8 @@ def nothing_is_opened() -> Iterator[None]:
 class _Unopened:
     """The store of a ledger that was made while a module was imported for preflight."""
 
+    is_remote = False
+
     def __init__(self, path: str) -> None:
         self.path = path if path == ":memory:" or "://" in path else os.path.realpath(path)
 
