@@ -238,6 +238,74 @@ def test_a_program_whose_worker_was_started_in_its_main_thread_ends_with_status_
         assert ledger.get_run("run").owner is None
 
 
+ASLEEP = """
+import signal, threading
+import app
+
+def send():
+    app.await_file("now")
+    signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
+    app.await_file("never")
+
+worker = app.ledger.worker(poll_seconds=0.05)
+threading.Thread(target=send, daemon=True).start()
+threading.Event().wait()
+"""
+
+
+def test_a_signal_that_does_not_wake_the_main_thread_drains_all_the_same(place: Place) -> None:
+    place.submit("waits", "go", "run")
+    process = place.start("-c", ASLEEP)
+    until(place.begun)
+    (place.folder / "now").touch()
+    with place.look() as ledger:
+        until(lambda: [each.state for each in ledger.workers()] == ["draining"])
+        (place.folder / "go").touch()
+        assert ends(process) == (0, "", "")
+        assert [step.state for step in ledger.steps("run")] == ["COMPLETED"]
+        assert ledger.get_run("run").owner is None
+
+
+def test_the_signal_after_one_that_did_not_wake_the_main_thread_ends_the_process_at_once(place: Place) -> None:
+    place.submit("waits", "go", "run")
+    process = place.start("-c", ASLEEP)
+    until(place.begun)
+    (place.folder / "now").touch()
+    with place.look() as ledger:
+        until(lambda: [each.state for each in ledger.workers()] == ["draining"])
+        process.terminate()
+        assert ends(process) == (-signal.SIGTERM, "", "")
+        assert ledger.get_run("run").owner is not None
+
+
+def test_a_signal_to_a_forked_child_is_none_to_its_parent(place: Place) -> None:
+    place.submit("waits", "go", "run")
+    process = place.start("-c", FORKS)
+    until(place.begun)
+    until((place.folder / "ended").exists)
+    (place.folder / "go").touch()
+    with place.look() as ledger:
+        until(lambda: ledger.get_run("run").status == "COMPLETED")
+        assert [each.state for each in ledger.workers()] == ["running"]
+    process.terminate()
+    assert ends(process) == (0, f"{-signal.SIGTERM}\n", "")
+
+
+FORKS = """
+import multiprocessing, pathlib, time
+import app
+
+worker = app.ledger.worker(poll_seconds=0.05)
+child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+child.start()
+child.terminate()
+child.join()
+print(child.exitcode, flush=True)
+pathlib.Path("ended").touch()
+worker.run()
+"""
+
+
 def test_ctrl_c_in_a_program_that_waits_for_its_worker_drains_it(place: Place) -> None:
     place.submit("waits", "go", "run")
     process = place.start("-c", LIBRARY.format(waits="worker.run()"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import _thread
 import atexit
 import os
+import select
 import signal
 import threading
 import time
@@ -27,7 +28,8 @@ class _Ending:
     """The end of the workers that are guarded together, from the first signal on.
 
     A signal handler comes in the middle of anything, perhaps of a lock that its own thread holds: it waits for nothing and takes no lock.
-    It sets a flag, and a thread that waits for that does the rest.
+    It rings, and a thread that listens does the rest. Nor does that wait for the handler: Python calls it in the main thread alone, which
+    a signal does not wake where it comes just before that goes to sleep, or to another thread. So the system itself rings, too.
     """
 
     def __init__(self) -> None:
@@ -45,8 +47,12 @@ class _Ending:
         self._pid = os.getpid()
         self._handlers: dict[int, Any] = {}
         """What was there before, by signal."""
-        self._bell = _thread.allocate_lock()
-        self._bell.acquire()
+        self._first = _thread.allocate_lock()
+        """Whoever gets it is the first that knows of the first signal."""
+        self._is_unhandled = False
+        """Whether the handler is still to be called for the first signal."""
+        self._ear, self._bell = os.pipe()
+        os.set_blocking(self._bell, False)
         self._thread = threading.Thread(target=self._wait, name="agent-run-ledger signals", daemon=True)
         self._thread.start()
 
@@ -59,6 +65,7 @@ class _Ending:
         """Handle this signal, unless somebody else does. Call in the main thread."""
         if signal.getsignal(number) == default:
             self._handlers[number] = signal.signal(number, self._come)
+            _ring_at(self._bell, instead_of=-1)
 
     def leave(self, number: int) -> None:
         """Put back what handled this signal before. Call in the main thread."""
@@ -66,6 +73,12 @@ class _Ending:
             before = self._handlers.pop(number)
             if signal.getsignal(number) == self._come:
                 signal.signal(number, before)
+            if not self._handlers:
+                self.be_deaf()
+
+    def be_deaf(self) -> None:
+        """No signal rings any more. Call in the main thread."""
+        _ring_at(-1, instead_of=self._bell)
 
     def be_silent(self) -> None:
         """Return when no signal will be sent any more, if one might be."""
@@ -79,15 +92,36 @@ class _Ending:
         if self.is_ahead and _is_exiting:  # what it asks for is being done
             self.number = number
             return
-        if not (self.is_ahead and self.workers):
+        if self.is_ahead and self.workers and self._first.acquire(blocking=False):
+            self.number = number
+            with suppress(BlockingIOError):  # it is full: the thread has much to hear
+                os.write(self._bell, b"\0")
+        elif self._is_unhandled and os.getpid() == self._pid and not self._has_come_again(number):
+            self._is_unhandled = False
+        else:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
-            return
-        self.number = number
-        self._bell.release()
+
+    def _has_come_again(self, number: int) -> bool:
+        ear = select.poll()
+        ear.register(self._ear, select.POLLIN)
+        return bool(ear.poll(0)) and number in os.read(self._ear, select.PIPE_BUF)
+
+    def _hear(self) -> None:
+        """Return once the first signal has come, whether its handler was called by then or not."""
+        while True:
+            (number,) = os.read(self._ear, 1)
+            if number in self._handlers and self.workers and not _is_exiting:
+                self._is_unhandled = True
+                if self._first.acquire(blocking=False):
+                    self.number = number
+                    return
+                self._is_unhandled = False
+            if self._first.locked():
+                return
 
     def _wait(self) -> None:
-        self._bell.acquire()
+        self._hear()
         workers = list(self.workers)
         for worker in workers:
             worker.drain()
@@ -104,6 +138,13 @@ class _Ending:
 _now: list[_Ending] = []
 """The one that is at work, if any is."""
 _is_exiting: list[bool] = []
+
+
+def _ring_at(bell: int, *, instead_of: int) -> None:
+    """Have the system write each signal's number there as it comes, unless somebody else wants to be told."""
+    before = signal.set_wakeup_fd(bell, warn_on_full_buffer=False)
+    if before != instead_of:
+        signal.set_wakeup_fd(before, warn_on_full_buffer=False)
 
 
 def _is_main() -> bool:
@@ -161,6 +202,32 @@ def _begun() -> _Ending:
             before.leave(signal.SIGTERM)
         _now[:] = [_Ending()]
     return _now[-1]
+
+
+# A forked child's signals are no news to its parent: none comes to it before it is deaf.
+
+_masks: dict[int, set[int | signal.Signals]] = {}
+"""What a thread that forks lets through otherwise."""
+
+
+def _before_fork() -> None:
+    if _now:
+        _masks[threading.get_ident()] = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGINT))
+
+
+def _in_parent() -> None:
+    mask = _masks.pop(threading.get_ident(), None)
+    if mask is not None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def _in_child() -> None:
+    for ending in _now:
+        ending.be_deaf()
+    _in_parent()
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_in_parent, after_in_child=_in_child)
 
 
 @atexit.register
