@@ -18,7 +18,8 @@ from psycopg.types.numeric import Int8BinaryDumper, Int8Dumper
 from agent_run_ledger.contract import Append, QueueTerms, Store
 from agent_run_ledger.errors import LeaseLost, RunOwned, StoreError, StoreReadOnly
 from agent_run_ledger.stores.postgres import PostgresStore, queues
-from agent_run_ledger.stores.postgres.connections import MOST_CONNECTIONS, place_of, timed
+from agent_run_ledger.stores.postgres.connections import MOST_CONNECTIONS, place_of
+from agent_run_ledger.stores.postgres.link import Link, timed
 from agent_run_ledger.testing import StoreContract, a_row
 from agent_run_ledger.testing.stores.words import (
     LISTING,
@@ -145,7 +146,7 @@ def test_a_claim_waits_for_an_append_that_is_under_way_and_its_owner_reads_it(
     old = create(store, "r", lease_seconds=10.0)
     clock.advance(11.0)
     rows = [a_row(2), a_row(3)] if together else [a_row(2)]
-    with psycopg.connect(dsn) as writing, psycopg.connect(dsn, autocommit=True) as looking:
+    with Link.connect(dsn) as writing, psycopg.connect(dsn, autocommit=True) as looking:
         held_open(store, writing, lambda s: s.append("r", old.token, 0, rows, synced=True))
         thread, outcome = in_a_thread(lambda: (store.claim("r", "b", 30.0), store.read("r")))
         wait_until(lambda: waiting(looking) == 1, "the claim to wait")
@@ -156,6 +157,32 @@ def test_a_claim_waits_for_an_append_that_is_under_way_and_its_owner_reads_it(
     assert [row.seq for row in read] == [1, *(row.seq for row in rows)]
 
 
+def test_appends_go_on_when_a_session_has_lost_its_statements(store: PostgresStore) -> None:
+    token = create(store, "r").token
+    for seq in range(2, 10):
+        if seq == 6:
+            for link in store._links._idle:
+                link.execute("DEALLOCATE ALL")
+        assert store.append("r", token, 0, [a_row(seq)], synced=True)
+    assert [row.seq for row in store.read("r")] == list(range(1, 10))
+
+
+def test_only_who_wrote_the_entry_before_in_this_session_appends_without_looking(
+    store: PostgresStore, dsn: str
+) -> None:
+    token = create(store, "r").token
+    assert store.append("r", token, 0, [a_row(2)], synced=True)
+    with pytest.raises(StoreError, match="follows its run's last one"):
+        store.append("r", token, 0, [a_row(4)], synced=True)
+    assert store.append("r", token, 0, [a_row(3)], synced=True)
+    with psycopg.connect(dsn) as restoring:  # a standby that had less is the primary now
+        restoring.execute("ALTER TABLE entries DISABLE TRIGGER USER")
+        restoring.execute("DELETE FROM entries WHERE seq > 1")
+    store._links._drop_idle()
+    with pytest.raises(StoreError, match="follows its run's last one"):
+        store.append("r", token, 0, [a_row(4)], synced=True)
+
+
 @pytest.mark.parametrize("together", [False, True])
 def test_an_append_waits_for_a_claim_that_is_under_way_and_is_refused(
     together: bool, store: PostgresStore, dsn: str, clock: DatabaseClock
@@ -163,7 +190,7 @@ def test_an_append_waits_for_a_claim_that_is_under_way_and_is_refused(
     old = create(store, "r", lease_seconds=10.0)
     clock.advance(11.0)
     rows = [a_row(2), a_row(3)] if together else [a_row(2)]
-    with psycopg.connect(dsn) as claiming, psycopg.connect(dsn, autocommit=True) as looking:
+    with Link.connect(dsn) as claiming, psycopg.connect(dsn, autocommit=True) as looking:
         held_open(PostgresStore(dsn, _now=DatabaseClock.SQL), claiming, lambda s: s.claim("r", "b", 30.0))
         thread, outcome = in_a_thread(lambda: store.append("r", old.token, 0, rows, synced=True))
         wait_until(lambda: waiting(looking) == 1, "the append to wait")
@@ -177,7 +204,7 @@ def test_a_post_waits_for_an_append_that_is_under_way_and_the_next_append_sees_i
     store: PostgresStore, dsn: str
 ) -> None:
     token = create(store, "r").token
-    with psycopg.connect(dsn) as writing, psycopg.connect(dsn, autocommit=True) as looking:
+    with Link.connect(dsn) as writing, psycopg.connect(dsn, autocommit=True) as looking:
         held_open(store, writing, lambda s: s.append("r", token, 0, [a_row(2)], synced=True))
         thread, outcome = in_a_thread(lambda: store.post("r", "cancel", b"", "operator", 1.0))
         wait_until(lambda: waiting(looking) == 1, "the request to wait")
@@ -189,7 +216,7 @@ def test_a_post_waits_for_an_append_that_is_under_way_and_the_next_append_sees_i
 
 def test_an_append_waits_for_a_renewal_and_is_written(store: PostgresStore, dsn: str) -> None:
     token = create(store, "r").token
-    with psycopg.connect(dsn) as renewing, psycopg.connect(dsn, autocommit=True) as looking:
+    with Link.connect(dsn) as renewing, psycopg.connect(dsn, autocommit=True) as looking:
         held_open(store, renewing, lambda s: s.renew("r", token, 30.0))
         thread, outcome = in_a_thread(lambda: store.append("r", token, 0, [a_row(2)], synced=True))
         wait_until(lambda: waiting(looking) == 1, "the append to wait")
@@ -203,7 +230,7 @@ def test_of_the_same_rows_that_come_twice_at_once_one_is_written_and_both_are_an
 ) -> None:
     """As after a cut: the server is still at work for the first, when it comes again."""
     token = create(store, "r").token
-    with psycopg.connect(dsn) as writing, psycopg.connect(dsn, autocommit=True) as looking:
+    with Link.connect(dsn) as writing, psycopg.connect(dsn, autocommit=True) as looking:
         held_open(store, writing, lambda s: s.append("r", token, 0, [a_row(2)], synced=True))
         thread, outcome = in_a_thread(lambda: store.append("r", token, 0, [a_row(2)], synced=True))
         wait_until(lambda: waiting(looking) == 1, "the second to wait")
@@ -233,7 +260,7 @@ def test_what_breaks_a_rule_of_the_schema_fails_nothing_that_comes_with_it(store
 def test_a_claim_of_what_is_due_waits_for_nobody(store: PostgresStore, dsn: str) -> None:
     for number in range(3):
         enqueue(store, f"r{number}", priority=-number)
-    with psycopg.connect(dsn) as claiming:
+    with Link.connect(dsn) as claiming:
         held_open(
             PostgresStore(dsn, _now=DatabaseClock.SQL),
             claiming,
@@ -251,7 +278,7 @@ def test_workers_of_two_stores_pass_no_limit_together(store: PostgresStore, dsn:
         enqueue(store, f"r{number}")
     terms = [QueueTerms("q", concurrency=4)]
     assert len(store.claim_due("x", 30.0, terms, ["agent"], 1)) == 1
-    with psycopg.connect(dsn) as claiming, psycopg.connect(dsn, autocommit=True) as looking:
+    with Link.connect(dsn) as claiming, psycopg.connect(dsn, autocommit=True) as looking:
         held_open(
             PostgresStore(dsn, _now=DatabaseClock.SQL),
             claiming,
@@ -299,7 +326,7 @@ def test_each_transaction_says_for_itself_whether_it_waits_for_the_disk(
     store.release("free", create(store, "free").token)
     enqueue(store, "due")
     expected, act = DISK[verb]
-    with psycopg.connect(dsn) as connection:
+    with Link.connect(dsn) as connection:
         connection.execute("SELECT set_config('synchronous_commit', 'local', true)")
         held_open(store, connection, act)
         assert connection.execute("SHOW synchronous_commit").fetchone() == (expected,)
@@ -556,7 +583,7 @@ def test_a_renewal_leaves_every_index_alone(store: PostgresStore, dsn: str) -> N
     enqueue(store, "r")
     (lease,) = claim_due(store)
     counts = "SELECT n_tup_upd, n_tup_hot_upd FROM pg_stat_xact_user_tables WHERE relname = 'runs'"
-    with psycopg.connect(dsn) as connection:
+    with Link.connect(dsn) as connection:
         ((updates, within_the_page),) = connection.execute(
             counts
         ).fetchall()  # a pooler's session may have more to tell

@@ -258,15 +258,30 @@ def hints(function: Callable[..., Any]) -> dict[str, Any]:
 
     One may be any expression, or name what only a type checker imports: without it values stay plain, which is what they are stored as.
     """
+    code = function.__code__ if type(function) is FunctionType and not hasattr(function, "__wrapped__") else None
+    if code is not None:
+        known = _hinted.get(id(code))
+        if known is not None and known[1] is function.__globals__ and known[2] == function.__annotations__:
+            return known[3].copy()
     try:
-        return get_type_hints(function, include_extras=True)
+        resolved = get_type_hints(function, include_extras=True)
     except Exception:
         pass
+    else:
+        if code is not None:
+            if len(_hinted) >= _KNOWN:
+                _hinted.clear()
+            _hinted[id(code)] = (code, function.__globals__, dict(function.__annotations__), resolved.copy())
+        return resolved
     found: dict[str, Any] = {}
     for name, annotation in as_written(function).items():
         with suppress(Exception):
             found |= get_type_hints(_annotated(name, annotation), _globals(function), include_extras=True)
     return found
+
+
+_hinted: dict[int, tuple[CodeType, dict[str, Any], dict[str, Any], dict[str, Any]]] = {}
+"""What the annotations of functions are, by their code: where it is made anew it is annotated in the same words, in the same module."""
 
 
 def as_written(function: Callable[..., Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import psycopg
 
 from agent_run_ledger.contract import Append, Row
 from agent_run_ledger.errors import LeaseLost, LedgerError, RunNotFound, StoreError
-from agent_run_ledger.stores.postgres.connections import SYNCED, Link, level
+from agent_run_ledger.stores.postgres.link import SYNCED, Link, level
 
 LARGE_PAYLOAD_BYTES = 64 * 1024
 """A plain payload above this stands in `payloads`, once per run and digest."""
@@ -17,24 +17,28 @@ LARGE_PAYLOAD_BYTES = 64 * 1024
 # Fenced: the run is found only while it has an owner, its token is ours and its inbox has not moved. Its row stays locked until the
 # commit, so a claim waits for an append that is under way, and an append for a claim, and then looks at the row anew: without that an
 # old token could be written after the new owner has read the run. Two of one seq are refused by the key, gaps by the last condition.
-_APPEND = f"""
+# Where the entry before was written under this very token, and by this very session, it is the last one: nobody else has written since.
+_FENCED = f"""
 INSERT INTO entries (run_id, seq, kind, position, attempt, body, roots, payload, digest, fingerprint, encoding)
 SELECT run_id, %s::bigint, %s, %s, %s::bigint, %b, %b, %b, %b, %b, %s FROM runs
-WHERE run_id = %s AND fencing_token = %s AND inbox = %s AND owner IS NOT NULL AND {SYNCED}
-    AND (SELECT coalesce(max(seq), 0) FROM entries WHERE run_id = %s) = %s
+WHERE run_id = %s AND fencing_token = %s AND inbox = %s AND owner IS NOT NULL AND {SYNCED} []
 FOR NO KEY UPDATE
-""".encode()
+"""
+_APPEND = _FENCED.replace("[]", "AND (SELECT coalesce(max(seq), 0) FROM entries WHERE run_id = %s) = %s").encode()
+_APPEND_NEXT = _FENCED.replace("[]", "").encode()
 
-# The same for many runs, and for several rows of one; locked in the order of their ids. It answers which of them were written.
+# The same for many runs, and for several rows of one; each is found by its key and locked, in the order in which they are given. It
+# answers which of them were written.
 _APPEND_ALL = f"""
 WITH asked AS MATERIALIZED (
     SELECT * FROM unnest(%b::text[], %b::bigint[], %b::bigint[], %b::bigint[]) AS a (run_id, token, inbox, last)
 ), held AS MATERIALIZED (
-    SELECT r.run_id, r.note FROM asked a JOIN runs r ON r.run_id = a.run_id
-    WHERE r.fencing_token = a.token AND r.inbox = a.inbox AND r.owner IS NOT NULL
-        AND (a.last IS NULL OR a.last = (SELECT coalesce(max(e.seq), 0) FROM entries e WHERE e.run_id = r.run_id))
-    ORDER BY r.run_id
-    FOR NO KEY UPDATE OF r
+    SELECT h.* FROM asked a CROSS JOIN LATERAL (
+        SELECT r.run_id, r.note FROM runs r
+        WHERE r.run_id = a.run_id AND r.fencing_token = a.token AND r.inbox = a.inbox AND r.owner IS NOT NULL
+            AND (a.last IS NULL OR a.last = (SELECT coalesce(max(e.seq), 0) FROM entries e WHERE e.run_id = r.run_id))
+        FOR NO KEY UPDATE
+    ) h
 ), cleared AS (
     UPDATE runs SET note = NULL WHERE run_id IN (SELECT run_id FROM held WHERE note IS NOT NULL)
 ), kept AS (
@@ -65,9 +69,12 @@ _FENCE = f"SELECT owner, fencing_token, inbox FROM runs WHERE run_id = %s AND {S
 def append_row(append: Append, link: Link, *, synced: bool) -> bool:
     """Append one row that is not large, of a run without a note. Answers and raises as `Store.append`; may be done twice."""
     run_id, token, inbox, (row,) = append
+    values = (*row, run_id, token, inbox, level(synced))
     try:
-        values = (*row, run_id, token, inbox, level(synced), run_id, row.seq - 1)
-        if link.execute(_APPEND, values).rowcount == 1:
+        if (link.is_next(run_id, token, row.seq) and link.written(_APPEND_NEXT, values) == 1) or link.execute(
+            _APPEND, (*values, run_id, row.seq - 1)
+        ).rowcount == 1:
+            link.note(run_id, token, row.seq)
             return True
     except psycopg.IntegrityError:
         pass  # it stands there already, or something else does
@@ -76,7 +83,7 @@ def append_row(append: Append, link: Link, *, synced: bool) -> bool:
 
 def append_together(appends: Sequence[Append], link: Link, *, synced: bool) -> list[bool | LedgerError]:
     """One append of each of many runs, in one transaction. Where that is refused as a whole each goes alone. May be done twice."""
-    fit = [append for append in appends if _is_in_order(append.rows)]
+    fit = sorted((append for append in appends if _is_in_order(append.rows)), key=_run_id)  # all lock in this order
     written: set[str] = set()
     try:
         if fit:
@@ -166,6 +173,10 @@ def is_large(row: Row) -> bool:
     return (
         payload is not None and len(payload) > LARGE_PAYLOAD_BYTES and row.digest is not None and row.encoding is None
     )
+
+
+def _run_id(append: Append) -> str:
+    return append.run_id
 
 
 def _is_in_order(rows: Sequence[Row]) -> bool:

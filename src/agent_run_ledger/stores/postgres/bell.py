@@ -10,7 +10,8 @@ from contextlib import suppress
 
 import psycopg
 
-from agent_run_ledger.stores.postgres.connections import SYNCED, Connections, Link
+from agent_run_ledger.stores.postgres.connections import Connections
+from agent_run_ledger.stores.postgres.link import SYNCED, Link
 
 _CHANNEL = "agent_run_ledger"
 # In a transaction of its own, which waits for no disk: a NOTIFY takes a lock that all of them share until its commit is done.

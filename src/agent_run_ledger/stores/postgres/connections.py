@@ -8,15 +8,14 @@ import random
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from functools import cache
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, TypeVar
 from urllib.parse import quote
 
 import psycopg
 from psycopg import conninfo
-from psycopg.rows import TupleRow, tuple_row
+from psycopg.rows import tuple_row
 from psycopg.types.numeric import Int8BinaryDumper, Int8Dumper
 
 from agent_run_ledger.errors import LedgerError, StoreError, StoreUnavailable
@@ -29,6 +28,7 @@ from agent_run_ledger.stores.postgres.faults import (
     is_stale,
     named,
 )
+from agent_run_ledger.stores.postgres.link import Link
 
 MOST_CONNECTIONS = 8
 """How many one store opens: more threads wait for one another, not for more connections."""
@@ -49,26 +49,16 @@ _DEFAULTS: dict[str, str | int] = {
     "tcp_user_timeout": 25_000,
 }
 
-SYNCED = "set_config('synchronous_commit', %s, true) IS NOT NULL"
-"""A condition by which a statement says of its own transaction whether it is synced, so that nothing is left in a session. It must
-stand where a row is looked at; its argument is what `level` gives."""
-
 _WHO_AND_WHEN = f"SELECT pg_backend_pid(), {SERVER_TIME}".encode()
 
+# Each statement is planned once, for any values: to plan the longer ones takes longer than to do them, and to compile them takes a
+# thousand times as long. Its plan is kept from when there were few runs, so it must be the one that is right for many: by the indexes.
+_PLANS = b"""
+SET plan_cache_mode = force_generic_plan; SET jit = off;
+SET enable_seqscan = off; SET enable_bitmapscan = off
+"""
+
 T = TypeVar("T")
-
-
-class Link(psycopg.Connection[TupleRow]):
-    """One connection, in autocommit. No statement relies on what another left in its session."""
-
-    reply_seconds: float | None = None
-    """How long an answer is waited for, before it is taken for lost on its way; None: as long as it takes."""
-
-    def __del__(self, *_: Any) -> None:
-        """It may end with whoever had it: then libpq closes it, and there is nothing to warn of."""
-
-    def wait(self, gen: Any, interval: float = 0.1, timeout: float | None = None) -> Any:
-        return super().wait(gen, interval, self.reply_seconds if timeout is None else timeout)
 
 
 class Connections:
@@ -274,9 +264,7 @@ class Connections:
             # What a pooler tells its client to be cancelled by is not the process that does the work.
             self.is_behind_pooler = self.is_behind_pooler or process != link.info.backend_pid
             if not self.is_behind_pooler:
-                # Each statement is planned once, for any values: to plan the longer ones takes longer than to do them, and to compile
-                # them takes a thousand times as long.
-                link.execute(b"SET plan_cache_mode = force_generic_plan; SET jit = off")
+                link.execute(_PLANS)
                 link.prepare_threshold = 1
                 if self.read_only:
                     link.execute(b"SET default_transaction_read_only = on")
@@ -340,16 +328,6 @@ def _is_standby(link: Link) -> bool:
         return True
 
 
-@contextmanager
-def unhurried(link: Link) -> Iterator[None]:
-    """What is asked in here may take as long as it takes."""
-    seconds, link.reply_seconds = link.reply_seconds, None
-    try:
-        yield
-    finally:
-        link.reply_seconds = seconds
-
-
 def place_of(dsn: str) -> str:
     """An address in words for people, without its password."""
     try:
@@ -368,17 +346,6 @@ def place_of(dsn: str) -> str:
     where = ",".join(f"{host}:{port}" if port else host for host, port in zip(hosts, ports, strict=False))
     schema = f"?options={quote(told['options'])}" if "search_path" in told.get("options", "") else ""
     return f"postgresql://{user}{where}/{told.get('dbname', '')}{schema}"
-
-
-def level(synced: bool) -> str:
-    """What a transaction has to say to be synced, or not to be."""
-    return "on" if synced else "off"
-
-
-@cache
-def timed(statement: str, now: str) -> bytes:
-    """A statement in which the expression that says what time it is stands where `{now}` stood."""
-    return statement.replace("{now}", now).encode()
 
 
 def connection_terms(dsn: str, *, read_only: bool = False) -> dict[str, Any]:

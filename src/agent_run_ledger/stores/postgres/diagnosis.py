@@ -9,7 +9,8 @@ import psycopg
 
 from agent_run_ledger.errors import StoreError
 from agent_run_ledger.model import ServerDiagnosis
-from agent_run_ledger.stores.postgres.connections import Connections, Link
+from agent_run_ledger.stores.postgres.connections import Connections
+from agent_run_ledger.stores.postgres.link import Link
 from agent_run_ledger.stores.postgres.schema import SCHEMA_VERSION, TABLES, refuse_unusable, version_of
 
 _OUTAGE_SECONDS = 5.0

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from agent_run_ledger.contract import Listing, Request, Row
 from agent_run_ledger.stores.postgres.appending import columns, large_payloads, refuse_gaps
-from agent_run_ledger.stores.postgres.connections import SYNCED, Link, timed
+from agent_run_ledger.stores.postgres.link import SYNCED, Link, timed
 
 # A run of that id that exists, or a tombstone of one, leaves everything as it is. In a new epoch tokens begin above all of the old ones.
 _HEAD = f"""

@@ -8,7 +8,8 @@ from functools import partial
 from typing import Any
 
 from agent_run_ledger.contract import Beat, Lease, QueueTerms
-from agent_run_ledger.stores.postgres.connections import SYNCED, Connections, Link, timed
+from agent_run_ledger.stores.postgres.connections import Connections
+from agent_run_ledger.stores.postgres.link import SYNCED, Link, timed
 
 _FORGOTTEN_SECONDS = 86_400
 

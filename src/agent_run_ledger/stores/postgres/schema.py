@@ -9,7 +9,7 @@ from importlib.resources import files
 import psycopg
 
 from agent_run_ledger.errors import NotALedger, SchemaTooNew, StoreError
-from agent_run_ledger.stores.postgres.connections import Link, unhurried
+from agent_run_ledger.stores.postgres.link import Link, unhurried
 
 SCHEMA_VERSION = 1
 """The number of the last file in `migrations`."""

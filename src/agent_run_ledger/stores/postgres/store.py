@@ -26,8 +26,9 @@ from agent_run_ledger.stores.postgres import reading
 from agent_run_ledger.stores.postgres.appending import append_row, append_together, is_large
 from agent_run_ledger.stores.postgres.bell import Bell
 from agent_run_ledger.stores.postgres.clock import SERVER_TIME
-from agent_run_ledger.stores.postgres.connections import SYNCED, Connections, Link, timed
+from agent_run_ledger.stores.postgres.connections import Connections
 from agent_run_ledger.stores.postgres.faults import named
+from agent_run_ledger.stores.postgres.link import SYNCED, Link, timed
 from agent_run_ledger.stores.postgres.making import Making, new_mark
 from agent_run_ledger.stores.postgres.schema import findings, refuse_unusable
 
