@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from decimal import Decimal
 from enum import StrEnum
+from math import inf
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 if TYPE_CHECKING:
@@ -108,20 +109,43 @@ class RetryPolicy:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """The limits of one run.
+    """The limits of one run; ``None`` is no limit.
 
-    ``steps`` counts first dispatches and refusals; ``None`` leaves it to ``max_steps``. From ``deadline`` on, an aware datetime,
-    nothing new is dispatched and the run ends; what runs at that moment is not interrupted.
+    ``steps`` counts first dispatches and refusals; ``None`` leaves it to ``max_steps``. ``tokens`` (of all kinds) and ``usd`` (an int, a
+    Decimal, or a number as text; a float is taken as it is written) count what calls have used, and what those under way may use.
+    ``seconds`` counts the time in which the run's program was at work. From ``deadline`` on, an aware datetime, nothing new is
+    dispatched and the run ends; what runs at that moment is not interrupted. At the fraction ``notice_at`` of a limit (0 to 1; ``None``:
+    never) `run.notices()` says so.
     """
 
     steps: int | None = None
+    tokens: int | None = None
+    usd: Decimal | int | str | float | None = None
+    seconds: float | None = None
     deadline: datetime | None = None
+    notice_at: float | None = None
 
     def __post_init__(self) -> None:
-        if self.steps is not None and (type(self.steps) is not int or self.steps < 1):
-            raise ValueError(f"Budget.steps is a whole number of at least 1, not {self.steps!r}")
+        for name, count in (("steps", self.steps), ("tokens", self.tokens)):
+            if count is not None and (type(count) is not int or count < 1):
+                raise ValueError(f"Budget.{name} is a whole number of at least 1, not {count!r}")
+        if self.usd is not None:
+            object.__setattr__(self, "usd", _money(self.usd))
+        for name, number, most in (("seconds", self.seconds, inf), ("notice_at", self.notice_at, 1)):
+            if number is not None and (type(number) not in (int, float) or not 0 < number <= most):
+                raise ValueError(f"Budget.{name} is a number above 0{' and up to 1' if most == 1 else ''}, not {number!r}")
         if self.deadline is not None and getattr(self.deadline, "tzinfo", None) is None:
             raise ValueError(f"Budget.deadline is a datetime with a time zone, not {self.deadline!r}")
+
+
+def _money(given: Decimal | int | str | float) -> Decimal:
+    try:
+        amount = Decimal(repr(given) if type(given) is float else given)
+    except (ArithmeticError, ValueError, TypeError):
+        amount = Decimal(0)
+    if type(given) is bool or not amount.is_finite() or amount <= 0:
+        raise ValueError(f"Budget.usd is an amount of US dollars above 0, not {given!r}")
+    return amount
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,10 +11,13 @@ from agent_run_ledger.contract import Row
 from agent_run_ledger.errors import StoreCorrupt
 from agent_run_ledger.model import Effect, RunState
 from agent_run_ledger.rules import canonical
+from agent_run_ledger.rules.budget import NOTHING, Amount, Limits
 from agent_run_ledger.rules.loops import OK, Call, Rule
 
 _parse = json.JSONDecoder().raw_decode  # bodies have no white space around them, which is what `decode` looks for first
 _STATES = {str(state): state for state in RunState}
+
+_AT_WORK = frozenset({RunState.RUNNING, RunState.CHECKPOINTED})
 
 _ASIDES = frozenset({"asked", "answered", "waiting", "signal", "declined", "resolved", "released"})
 
@@ -345,8 +348,21 @@ class History:
         """How many steps and refusals the run may have, where that was said when it was made from another one."""
         self.deadline: float | None = None
         """The Unix time from which on nothing new is dispatched, where that was said then."""
+        self.limits: Limits | None = None
+        """What else the run may use, where that was said then."""
         self.last_outcome = 0
         """The seq of the last outcome."""
+        self.spent = NOTHING
+        """What calls have used, as far as it is known, and what those may have used of which it is not."""
+        self.held: dict[str, Amount] = {}
+        """What calls may use that are dispatched and have no outcome, by position."""
+        self.saved = NOTHING
+        """What was not paid again each time another owner's program began anew and was given what is recorded."""
+        self.at_work = 0.0
+        """Seconds in which the run's program was at work."""
+        self.last_at = 0.0
+        self._program = 0
+        """The token under which the program has written last."""
         self.trailing: dict[str, StepHistory] = {}
         """Steps whose failure nobody has acted upon."""
         self.running: set[str] = set()
@@ -391,6 +407,8 @@ class History:
             self.pipeline = body.get("pipeline", False)
             self.parent, self.queue, self.priority = body.get("parent"), body.get("queue"), body.get("priority", 0)
             self.granted, self.deadline = body.get("max_steps"), body.get("deadline")
+            if "limits" in body:
+                self.limits = Limits.read(body["limits"])
         else:
             self._other(row, body)
         closed = len(row.roots) // 32 - 1
@@ -398,6 +416,10 @@ class History:
             del self.frontier[-closed:]
         self.frontier.append(row.roots[-32:])
         self.size = row.seq
+        at: float = body["at"]
+        if self.state in _AT_WORK and body["token"] == self.token and at > self.last_at:
+            self.at_work += at - self.last_at
+        self.last_at = at
         self.state = _STATES[body["state"]]
         self.steps = body["steps"]
         self.refused = body.get("refused", 0)
@@ -407,6 +429,12 @@ class History:
         self.cause = self.retry_at = None
         position = row.position or ""
         self.running.add(position)
+        if position in self.held:  # nobody knows what the last attempt used: as much as it could
+            self.spent = self.spent.plus(self.held.pop(position))
+        if "holds" in body:
+            self.held[position] = Amount.read(body["holds"])
+        if body["token"] != self._program and "carried" not in body:
+            self.saved, self._program = self.saved.plus(self.spent), body["token"]
         step = self.positions.get(position)
         if step is not None:
             self.waiting.discard(position)
@@ -426,6 +454,9 @@ class History:
         step = self.positions[position]
         step.settled(row, body)
         self.last_outcome = row.seq
+        self.held.pop(position, None)
+        if "charges" in body:
+            self.spent = self.spent.plus(Amount.read(body["charges"]))
         self.running.discard(position)
         ok = body["ok"]
         if "signal" in body:

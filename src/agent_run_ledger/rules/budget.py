@@ -1,9 +1,131 @@
-"""When a run has used up what it may use."""
+"""When a run has used up what it may use, and what a call may reserve of the rest."""
 
 from __future__ import annotations
 
+from decimal import Context, Decimal, Inexact, InvalidOperation
+from typing import Any, Literal, NamedTuple
+
+from agent_run_ledger.model import Budget
+
 ENTRIES_PER_STEP = 20
 """A run that writes many entries but few steps (values, retries, parks) ends at this many entries per allowed step."""
+
+_exact = Context(prec=400, traps=[Inexact, InvalidOperation])
+"""Sums of money are exact, whatever context a program has set."""
+
+
+class Amount(NamedTuple):
+    """What calls use, or may use: tokens of all kinds, and US dollars."""
+
+    tokens: int = 0
+    usd: Decimal = Decimal(0)
+
+    def plus(self, other: Amount) -> Amount:
+        return Amount(self.tokens + other.tokens, _exact.add(self.usd, other.usd))
+
+    def minus(self, other: Amount) -> Amount:
+        return Amount(self.tokens - other.tokens, _exact.subtract(self.usd, other.usd))
+
+    def written(self) -> dict[str, Any]:
+        """As it stands in an entry; what is nothing is left out."""
+        named: dict[str, Any] = {"tokens": self.tokens} if self.tokens else {}
+        if self.usd:
+            named["usd"] = format(self.usd, "f")
+        return named
+
+    @classmethod
+    def read(cls, written: dict[str, Any]) -> Amount:
+        return cls(written.get("tokens", 0), Decimal(written.get("usd", 0)))
+
+
+NOTHING = Amount()
+
+
+class Limits(NamedTuple):
+    """How much a run may use; None: as much as it likes."""
+
+    tokens: int | None = None
+    usd: Decimal | None = None
+    seconds: float | None = None
+    notice_at: float | None = None
+
+    @classmethod
+    def of(cls, given: Budget) -> Limits:
+        assert given.usd is None or isinstance(given.usd, Decimal)
+        return cls(given.tokens, given.usd, given.seconds, given.notice_at)
+
+    def written(self) -> dict[str, Any]:
+        """As it stands in an entry."""
+        named: dict[str, Any] = {name: limit for name, limit in self._asdict().items() if limit is not None}
+        return named | ({"usd": format(self.usd, "f")} if self.usd is not None else {})
+
+    @classmethod
+    def read(cls, written: dict[str, Any]) -> Limits:
+        return cls(**(written | ({"usd": Decimal(written["usd"])} if "usd" in written else {})))
+
+    @property
+    def has_price(self) -> bool:
+        """Whether calls have to reserve what they may use."""
+        return self.tokens is not None or self.usd is not None
+
+
+class Most(NamedTuple):
+    """What a call may use at the most, as far as that is known: as its tool declares, or as it is estimated from what it asks for."""
+
+    tokens: int | None = None
+    usd: Decimal | None = None
+    is_declared: bool = False
+
+
+WAITS: Literal["waits"] = "waits"
+"""The answer to a call that fits as soon as others have used less than they may."""
+
+
+def reserve(limits: Limits, spent: Amount, held: Amount, most: Most) -> Amount | str:
+    """What a call reserves, `WAITS`, or why it may not begin.
+
+    One of which it is not known what it may use reserves all that is left, and so does one whose estimate is more than that: an
+    estimate is no promise. Where a tool declares more than what is left, nothing that others give back would help.
+    """
+    taken: list[Any] = []
+    is_waiting = False
+    for name, limit, used, others, asked in (
+        ("tokens", limits.tokens, spent.tokens, held.tokens, most.tokens),
+        ("usd", limits.usd, spent.usd, held.usd, most.usd),
+    ):
+        if limit is None:
+            taken.append(asked or 0)
+            continue
+        left = limit - used if name == "tokens" else _exact.subtract(limit, used)  # type: ignore[arg-type]
+        if left <= 0:
+            return f"{_named(name, used)} of {_named(name, limit)} are spent"
+        if asked is None or (asked > left and not most.is_declared):
+            asked = left
+        if asked > left:
+            return f"the call may use {_named(name, asked)}, and of {_named(name, limit)} {_named(name, left)} are left"
+        is_waiting = is_waiting or asked + others > left
+        taken.append(asked)
+    return WAITS if is_waiting else Amount(taken[0], Decimal(taken[1]))
+
+
+def overspent(limits: Limits, spent: Amount) -> str | None:
+    """Why nothing more is dispatched, or None: calls have used more than they were to."""
+    if limits.tokens is not None and spent.tokens > limits.tokens:
+        return f"{_named('tokens', spent.tokens)} were used where {_named('tokens', limits.tokens)} were allowed"
+    if limits.usd is not None and spent.usd > limits.usd:
+        return f"{_named('usd', spent.usd)} were used where {_named('usd', limits.usd)} were allowed"
+    return None
+
+
+def _named(name: str, amount: Any) -> str:
+    return f"{amount:,} tokens" if name == "tokens" else f"{amount:f} USD"
+
+
+def ran_for(limits: Limits, seconds: float) -> str | None:
+    """Why nothing more is dispatched, or None: the run was at work for so many seconds."""
+    if limits.seconds is None or seconds < limits.seconds:
+        return None
+    return f"it was at work for {seconds:.1f} s, and may be for {limits.seconds:g} s"
 
 
 def steps_spent(limit: int, steps: int, refused: int) -> str | None:
