@@ -130,7 +130,7 @@ class Budget:
             if count is not None and (type(count) is not int or count < 1):
                 raise ValueError(f"Budget.{name} is a whole number of at least 1, not {count!r}")
         if self.usd is not None:
-            object.__setattr__(self, "usd", _money(self.usd))
+            object.__setattr__(self, "usd", dollars(self.usd, "Budget.usd"))
         for name, number, most in (("seconds", self.seconds, inf), ("notice_at", self.notice_at, 1)):
             if number is not None and (type(number) not in (int, float) or not 0 < number <= most):
                 raise ValueError(f"Budget.{name} is a number above 0{' and up to 1' if most == 1 else ''}, not {number!r}")
@@ -138,13 +138,14 @@ class Budget:
             raise ValueError(f"Budget.deadline is a datetime with a time zone, not {self.deadline!r}")
 
 
-def _money(given: Decimal | int | str | float) -> Decimal:
+def dollars(given: Decimal | int | str | float, what: str) -> Decimal:
+    """An amount of US dollars above 0. Raises `ValueError`, which names `what` it was given for."""
     try:
         amount = Decimal(repr(given) if type(given) is float else given)
     except (ArithmeticError, ValueError, TypeError):
         amount = Decimal(0)
-    if type(given) is bool or not amount.is_finite() or amount <= 0:
-        raise ValueError(f"Budget.usd is an amount of US dollars above 0, not {given!r}")
+    if type(given) is bool or not amount.is_finite() or not 0 < amount < 10**15 or amount.as_tuple().exponent < -30:  # type: ignore[operator]
+        raise ValueError(f"{what} is an amount of US dollars above 0, not {given!r}")
     return amount
 
 

@@ -37,6 +37,7 @@ from agent_run_ledger.engine.effects import (
     Quiet,
     Rest,
     Result,
+    Room,
     Turn,
     Wait,
     Warn,
@@ -531,7 +532,7 @@ class AsyncDriver:
             return await self.in_thread(lambda: self.sync.perform(effect))
         if isinstance(effect, Warn | Fetch):  # to read a value costs less than to decode it, and waits for no sync
             return self.sync.perform(effect)
-        if isinstance(effect, Quiet):
+        if isinstance(effect, Quiet | Room):
             return await self._wait_for_quiet(effect)
         if isinstance(effect, AwaitLate):
             return await self._await_late(effect)
@@ -731,7 +732,7 @@ class AsyncDriver:
         await pause(self._clock, seconds)
 
     @staticmethod
-    async def _wait_for_quiet(effect: Quiet) -> None:
+    async def _wait_for_quiet(effect: Quiet | Room) -> None:
         pause = 0.001
         while not effect.is_over:
             await asyncio.sleep(pause)

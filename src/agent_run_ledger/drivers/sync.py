@@ -26,6 +26,7 @@ from agent_run_ledger.engine.effects import (
     Quiet,
     Rest,
     Result,
+    Room,
     Turn,
     Wait,
     Warn,
@@ -90,7 +91,7 @@ class SyncDriver:
             return self._warn(effect)
         if isinstance(effect, Turn):  # whoever calls from a thread of his own is in nobody's order
             return self._take_turn(effect)
-        if isinstance(effect, Quiet):
+        if isinstance(effect, Quiet | Room):
             return self._wait_for_quiet(effect)
         if isinstance(effect, AwaitLate):
             return self._await_late(effect)
@@ -381,7 +382,7 @@ class SyncDriver:
             if run.order is not None:
                 run.order.look()  # somebody in the event loop may have waited for this one
 
-    def _wait_for_quiet(self, effect: Quiet) -> None:
+    def _wait_for_quiet(self, effect: Quiet | Room) -> None:
         while not effect.is_over:
             self._clock.sleep(POLL_SECONDS)
 

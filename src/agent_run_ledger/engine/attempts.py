@@ -104,6 +104,7 @@ def attempt(run: LiveRun, call: Call, step: StepHistory) -> Flow[BaseException |
     if step.redispatched == step.attempts:
         yield Warn(UndeclaredEffectWarning, _DISPATCHED_AGAIN.format(tool=call.tool))  # a program may make it an error
     call.was_dispatched = True
+    run.metered.pop(step.position, None)
     result: Result = yield Invoke(run, step, call.function, arguments, call.options.timeout, call.is_async)
     if call.options.receipt is not None and step.position in run.late:
         # It ran out of time and goes on in its thread: nothing is asked beside it, and what it returns is its receipt.

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
+from decimal import Decimal
 from typing import Any, Literal, NamedTuple, TypedDict
 
 from agent_run_ledger.engine import recovery
 from agent_run_ledger.engine.live import Branch
 from agent_run_ledger.errors import InvalidArguments, UnserialisableArguments
-from agent_run_ledger.model import Effect, Receipt, RetryPolicy
+from agent_run_ledger.model import Effect, Receipt, RetryPolicy, dollars
 from agent_run_ledger.rules import canonical, digests, functions
 from agent_run_ledger.rules.names import check_name
 
@@ -37,6 +38,8 @@ class Options(NamedTuple):
     receipt: AskForReceipt | None = None
     key_window: float | None = None
     classify: Callable[[BaseException], str | None] | None = None
+    max_tokens: int | None = None
+    max_usd: Decimal | None = None
 
 
 class StepOptions(TypedDict, total=False):
@@ -71,6 +74,10 @@ class StepOptions(TypedDict, total=False):
     """Seconds for which the receiver of an `Effect.IDEMPOTENT` call remembers its key; None: for ever."""
     classify: Callable[[BaseException], str | None] | None
     """What the tool knows of its errors: `"retryable"`, `"fatal"`, `"ambiguous"`, or None to leave it to the general rules."""
+    max_tokens: int | None
+    """The most tokens, of all kinds, that one call uses: so many of the budget are reserved for it."""
+    max_usd: Decimal | int | str | float | None
+    """The most US dollars that one call costs, likewise."""
 
 
 def declared(given: StepOptions) -> Options:
@@ -94,6 +101,13 @@ def declared(given: StepOptions) -> Options:
         raise InvalidArguments(f"timeout= is a number of seconds, more than 0, not {options.timeout!r}")
     if options.identity is not None and not callable(options.identity):
         raise InvalidArguments(f"identity= is a function of the arguments, not {options.identity!r}")
+    if options.max_tokens is not None and (type(options.max_tokens) is not int or options.max_tokens < 1):
+        raise InvalidArguments(f"max_tokens= is a whole number of at least 1, not {options.max_tokens!r}")
+    if options.max_usd is not None:
+        try:
+            options = options._replace(max_usd=dollars(options.max_usd, "max_usd="))
+        except ValueError as error:
+            raise InvalidArguments(str(error)) from None
     for name in ("receipt", "classify"):
         if getattr(options, name) is not None and not callable(getattr(options, name)):
             raise InvalidArguments(f"{name}= is a function, not {getattr(options, name)!r}; nothing was dispatched")

@@ -9,6 +9,7 @@ from agent_run_ledger.engine.live import SENT, LiveRun
 from agent_run_ledger.engine.log import PAUSES, Draft, Sealed, seal
 from agent_run_ledger.engine.requests import honour
 from agent_run_ledger.rules import lifecycle
+from agent_run_ledger.rules.budget import NOTHING, Amount
 
 
 class Prepared:
@@ -38,6 +39,9 @@ def prepare(run: LiveRun, decisions: Sequence[Decision], moment: Moment) -> Prep
         try:
             while len(plans) < len(decisions) and all(_is_alongside(draft) for draft in plan.drafts):
                 run.ahead += sum(draft.is_first for draft in plan.drafts)
+                for draft in plan.drafts:
+                    if "holds" in draft.fields:
+                        run.reserved_ahead = run.reserved_ahead.plus(Amount.read(draft.fields["holds"]))
                 run.is_settling = run.is_settling or any(draft.kind == "outcome" for draft in plan.drafts)
                 plan = decisions[len(plans)](run, moment)
                 _name_failures_once(drafts, plan.drafts)
@@ -46,7 +50,7 @@ def prepare(run: LiveRun, decisions: Sequence[Decision], moment: Moment) -> Prep
                 if plan.drafts and synced is not True and plan.synced is not False:
                     synced = plan.synced
         finally:
-            run.ahead, run.is_settling = 0, False
+            run.ahead, run.reserved_ahead, run.is_settling = 0, NOTHING, False
     if run.requests:
         drafts = list(drafts)
         if _honour(run, drafts):

@@ -6,7 +6,7 @@ from typing import Any
 
 from agent_run_ledger.engine import outcomes
 from agent_run_ledger.engine.call import Call
-from agent_run_ledger.engine.effects import AwaitLate, Commit, Decision, Fetch, Flow, Quiet
+from agent_run_ledger.engine.effects import AwaitLate, Commit, Decision, Fetch, Flow, Quiet, Room
 from agent_run_ledger.engine.live import LiveRun
 
 
@@ -30,6 +30,8 @@ def insist(run: LiveRun, call: Call, decide: Decision, token: int | None, answer
             elif answer is outcomes.CLOSING:
                 run.closing.add(call.position)  # until the end is written
                 yield Quiet(run, ends=True)
+            elif answer is outcomes.NO_ROOM:
+                yield Room(run, run.history.last_outcome)
             else:
                 assert answer is outcomes.HELD
                 run.closing.discard(call.position)

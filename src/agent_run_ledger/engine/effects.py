@@ -116,6 +116,17 @@ class Quiet(NamedTuple):
         return not (self.run.in_flight if self.ends else self.run.closing)
 
 
+class Room(NamedTuple):
+    """Wait until another step of the run has had its outcome after the entry `since`, or none is in flight: it may use less than it could."""
+
+    run: LiveRun
+    since: int
+
+    @property
+    def is_over(self) -> bool:
+        return self.run.history.last_outcome > self.since or not self.run.in_flight
+
+
 class Wait(NamedTuple):
     """Come back when the wall clock has reached `until`, after `at_most` seconds at the latest, or when the run is cancelled."""
 
@@ -161,7 +172,7 @@ class Warn(NamedTuple):
     text: str
 
 
-Ask = Commit | Invoke | Inquire | AwaitLate | Turn | Quiet | Wait | Rest | Fetch | GiveBack | Warn
+Ask = Commit | Invoke | Inquire | AwaitLate | Turn | Quiet | Room | Wait | Rest | Fetch | GiveBack | Warn
 
 T = TypeVar("T")
 Flow = Generator[Ask, Any, T]

@@ -8,10 +8,11 @@ from typing import Any
 
 from agent_run_ledger import merkle
 from agent_run_ledger.contract import Row
+from agent_run_ledger.engine.account import Account
 from agent_run_ledger.errors import StoreCorrupt
 from agent_run_ledger.model import Effect, RunState
 from agent_run_ledger.rules import canonical
-from agent_run_ledger.rules.budget import NOTHING, Amount, Limits
+from agent_run_ledger.rules.budget import NOTHING, Limits
 from agent_run_ledger.rules.loops import OK, Call, Rule
 
 _parse = json.JSONDecoder().raw_decode  # bodies have no white space around them, which is what `decode` looks for first
@@ -352,14 +353,11 @@ class History:
         """What else the run may use, where that was said then."""
         self.last_outcome = 0
         """The seq of the last outcome."""
-        self.spent = NOTHING
-        """What calls have used, as far as it is known, and what those may have used of which it is not."""
-        self.held: dict[str, Amount] = {}
-        """What calls may use that are dispatched and have no outcome, by position."""
+        self.account = Account()
         self.saved = NOTHING
         """What was not paid again each time another owner's program began anew and was given what is recorded."""
-        self.at_work = 0.0
-        """Seconds in which the run's program was at work."""
+        self.worked = 0.0
+        """Seconds in which the run's program was at work, up to the last entry."""
         self.last_at = 0.0
         self._program = 0
         """The token under which the program has written last."""
@@ -418,7 +416,7 @@ class History:
         self.size = row.seq
         at: float = body["at"]
         if self.state in _AT_WORK and body["token"] == self.token and at > self.last_at:
-            self.at_work += at - self.last_at
+            self.worked += at - self.last_at
         self.last_at = at
         self.state = _STATES[body["state"]]
         self.steps = body["steps"]
@@ -429,12 +427,9 @@ class History:
         self.cause = self.retry_at = None
         position = row.position or ""
         self.running.add(position)
-        if position in self.held:  # nobody knows what the last attempt used: as much as it could
-            self.spent = self.spent.plus(self.held.pop(position))
-        if "holds" in body:
-            self.held[position] = Amount.read(body["holds"])
+        self.account.take("intent", position, body)
         if body["token"] != self._program and "carried" not in body:
-            self.saved, self._program = self.saved.plus(self.spent), body["token"]
+            self.saved, self._program = self.saved.plus(self.account.spent), body["token"]
         step = self.positions.get(position)
         if step is not None:
             self.waiting.discard(position)
@@ -454,9 +449,7 @@ class History:
         step = self.positions[position]
         step.settled(row, body)
         self.last_outcome = row.seq
-        self.held.pop(position, None)
-        if "charges" in body:
-            self.spent = self.spent.plus(Amount.read(body["charges"]))
+        self.account.take("outcome", position, body)
         self.running.discard(position)
         ok = body["ok"]
         if "signal" in body:
@@ -576,6 +569,10 @@ class History:
         if state is RunState.BLOCKED or self.waiting - settled:
             return RunState.BLOCKED
         return RunState.RUNNING if running else state
+
+    def at_work(self, now: float) -> float:
+        """Seconds in which its program was at work, if it still is."""
+        return self.worked + (max(0.0, now - self.last_at) if self.state in _AT_WORK else 0.0)
 
     def is_missed(self, position: str) -> bool:
         """Whether it is recorded that the program was interrupted in this call."""

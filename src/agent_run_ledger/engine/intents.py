@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from agent_run_ledger.engine import admission, outcomes
+from agent_run_ledger.engine import admission, charging, outcomes
 from agent_run_ledger.engine.call import Call
 from agent_run_ledger.engine.effects import Moment, Plan
 from agent_run_ledger.engine.history import StepHistory
@@ -14,10 +14,17 @@ from agent_run_ledger.engine.log import Draft
 from agent_run_ledger.errors import AttemptsExhausted, BudgetExceededException, StoreFull
 from agent_run_ledger.model import Effect, Event, StepState
 from agent_run_ledger.rules import budget, canonical, digests
+from agent_run_ledger.rules.budget import Amount
 
 
 def first_intent(
-    run: LiveRun, call: Call, salted: str, continued: StepHistory | None = None, *, is_dispatched: bool = True
+    run: LiveRun,
+    call: Call,
+    salted: str,
+    holds: Amount | None,
+    continued: StepHistory | None = None,
+    *,
+    is_dispatched: bool = True,
 ) -> Draft:
     """The first intent of a step: with a key of its own, or as another attempt of the step that it continues."""
     history, position = run.history, call.position
@@ -32,6 +39,8 @@ def first_intent(
         fields["continues"] = continued.position
     if not is_dispatched:
         fields["undispatched"] = True
+    if holds is not None:
+        fields["holds"] = holds.written()
     if history.trailing:
         fields |= admission.follows(run, call.branch)
     if call.seen is not None:
@@ -67,20 +76,29 @@ def dispatch_again(run: LiveRun, call: Call, step: StepHistory, moment: Moment, 
         return Plan(answer=outcomes.HELD)
     if (full := has_no_room(run, call, moment)) is not None:
         return Plan(error=full)
-    if (reason := budget.too_late(run.latest, moment.now)) is not None:
+    reason = budget.too_late(run.latest, moment.now)
+    if reason is None:
+        holds = charging.reserve(run, call, run.history.at_work(moment.now))
+        if holds is budget.WAITS:
+            return Plan(answer=outcomes.NO_ROOM)
+        reason = holds if isinstance(holds, str) else None
+    if reason is not None:
         if run.in_flight:
             return Plan(answer=outcomes.CLOSING)
         payload = canonical.encode({"reason": f"step {step.number}, {step.tool!r}: {reason}"})
         spent = Draft("exhausted", Event.BUDGET_EXHAUSTED, {"step": step.number}, payload, step.position, step.attempts)
         return Plan([spent], error=BudgetExceededException(run.run_id, reason), synced=True)
     # the intent of a step without side effects may be lost with the machine: no harm is done
-    return Plan([*said, next_attempt(call, step)], synced=False if call.options.effect is Effect.READ else None)
+    assert not isinstance(holds, str)
+    return Plan([*said, next_attempt(call, step, holds)], synced=False if call.options.effect is Effect.READ else None)
 
 
-def next_attempt(call: Call, step: StepHistory) -> Draft:
+def next_attempt(call: Call, step: StepHistory, holds: Amount | None = None) -> Draft:
     """Stored arguments, stored key: only the attempt's number is new."""
     used = step.attempts_of_code if call.environment == step.environment else 0
     fields = _fields(call, step.number, step.key, max(0, call.max_attempts - used - 1))
+    if holds is not None:
+        fields["holds"] = holds.written()
     recorded = recorded_arguments(call, step)
     stored, digest = (call.stored, call.digest) if recorded is None else (recorded, step.digest)
     fingerprint = step.fingerprint or digests.fingerprint(call.tool, call.digest)

@@ -9,10 +9,13 @@ from agent_run_ledger.engine.positions import branch_of, keyed, named, within
 from agent_run_ledger.engine.turns import Turns
 from agent_run_ledger.errors import ReplayDivergence, StepInDoubt, UnorderedStep
 from agent_run_ledger.model import RetryPolicy
+from agent_run_ledger.rules.budget import NOTHING, Limits
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from agent_run_ledger.engine.call import Call
+    from agent_run_ledger.engine.charging import Metered
+    from agent_run_ledger.prices import Prices
 
 
 SENT = frozenset({"signal", "approval"})
@@ -62,6 +65,12 @@ class LiveRun:
         """How many steps and refusals the run may have."""
         self.deadline: float | None = None
         """The Unix time from which on nothing new is dispatched."""
+        self.budget = Limits()
+        """What else the run may use."""
+        self.prices: Prices | None = None
+        """What tokens cost."""
+        self.metered: dict[str, list[Metered]] = {}
+        """What functions that are at work have said that they use, by position."""
         self.undeclared = undeclared
         """`dispatch` or `block`: what an in-doubt step of a tool that declares no effect gets."""
         self.requests: list[Request] = []
@@ -78,6 +87,8 @@ class LiveRun:
         """The positions of steps that ran out of time and whose function goes on in its thread."""
         self.ahead = 0
         """How many steps the append that is being decided begins already."""
+        self.reserved_ahead = NOTHING
+        """What those steps have reserved."""
         self.is_settling = False
         """Whether it records an outcome already, of which no program knows yet."""
         self.replayed = 0
@@ -103,6 +114,11 @@ class LiveRun:
     def most_steps(self) -> int:
         """How many steps and refusals the run may have: what was said when it was made from another one goes before."""
         return self.history.granted or self.limit
+
+    @property
+    def limits(self) -> Limits:
+        """What else it may use, likewise."""
+        return self.history.limits or self.budget
 
     @property
     def latest(self) -> float | None:

@@ -10,6 +10,7 @@ from agent_run_ledger.contract import Row
 from agent_run_ledger.engine.history import History
 from agent_run_ledger.model import Event, RunState
 from agent_run_ledger.rules import compact, digests, lifecycle
+from agent_run_ledger.rules.budget import NOTHING
 
 Sealed = tuple[Row, dict[str, Any]]
 """A finished row and its body, not yet in the store."""
@@ -54,6 +55,7 @@ def seal(history: History, token: int, at: float, drafts: Iterable[Draft]) -> li
     begun: set[str | None] = set()
     settled: set[str] = set()
     waiting: set[str] = set()
+    account = history.account.copy()
     for kind, event, fields, payload, position, attempt, digest, salted, fingerprint in drafts:
         if event is not None:
             state = lifecycle.after(state, event, run_id)
@@ -85,6 +87,10 @@ def seal(history: History, token: int, at: float, drafts: Iterable[Draft]) -> li
         if attempt is not None:
             body["attempt"] = attempt
         body |= fields
+        if kind in ("intent", "outcome"):
+            account.take(kind, position, fields)
+        if account.spent is not NOTHING:
+            body["spent"] = account.spent.written()
         if payload is not None:
             body["payload"] = salted or digests.salted(secret, payload)
             digest = digest or digests.plain(payload)

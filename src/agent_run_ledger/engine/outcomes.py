@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from agent_run_ledger.engine import charging
 from agent_run_ledger.engine.call import Call, LeftBehind
 from agent_run_ledger.engine.effects import Moment, Plan, Result
 from agent_run_ledger.engine.history import StepHistory
@@ -26,6 +27,8 @@ CLOSING = "closing"
 """The answer to what would end the run while other steps are in flight: they finish and are recorded first."""
 HELD = "held"
 """The answer to what would begin something new meanwhile."""
+NO_ROOM = "no room"
+"""The answer to a call that the budget has room for as soon as others use less than they may."""
 
 
 def _outcome(step: StepHistory, ok: str, payload: bytes, may_repeat: bool) -> Draft:
@@ -61,7 +64,9 @@ def returned(run: LiveRun, call: Call, step: StepHistory, value: Any) -> Draft:
     except Exception as error:  # also what an object's own methods raise, or a warning that the program made an error
         unstorable = UnserialisableOutput(str(error), getattr(error, "path", "$"))
         return raised(run, call, step, unstorable, None, ok="unstorable")
-    return _outcome(step, "completed", payload, call.options.may_repeat)
+    draft = _outcome(step, "completed", payload, call.options.may_repeat)
+    draft.fields.update(charging.charged(run, step.position, value))
+    return draft
 
 
 def raised(
@@ -76,6 +81,8 @@ def raised(
         described["path"] = getattr(error, "path", "$")
     draft = _outcome(step, ok, canonical.encode(described), call.options.may_repeat)
     draft.fields["error_id"] = digests.salted(run.history.secret, failures.text(described).encode())
+    was_executed = told is None or not told.is_executed_never
+    draft.fields.update(charging.charged(run, step.position, None, was_executed=was_executed))
     if told is not None and told.verdict == "ambiguous":
         draft.fields["ambiguous"] = True
     elif told is not None and leaves_open(run, call, step, error, told):

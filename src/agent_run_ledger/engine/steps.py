@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any, assert_never
 
-from agent_run_ledger.engine import admission, attempts, outcomes, reconcile, recovery, waits
+from agent_run_ledger.engine import admission, attempts, charging, outcomes, reconcile, recovery, waits
 from agent_run_ledger.engine.call import Call, LeftBehind
 from agent_run_ledger.engine.deciding import insist
 from agent_run_ledger.engine.effects import AwaitLate, Commit, Fetch, Flow, GiveBack, Moment, Plan, Turn
@@ -24,6 +24,7 @@ from agent_run_ledger.errors import (
 )
 from agent_run_ledger.model import Effect, Event, RunState
 from agent_run_ledger.rules import budget, canonical, digests
+from agent_run_ledger.rules.budget import Amount
 
 
 def step(run: LiveRun, call: Call) -> Flow[Any]:
@@ -165,6 +166,12 @@ def _begin(run: LiveRun, call: Call, position: str, moment: Moment) -> Plan:
     reason = budget.steps_spent(run.most_steps, history.steps + run.ahead, history.refused)
     reason = reason or budget.entries_spent(run.most_steps, history.size - history.asides)
     reason = reason or budget.too_late(run.latest, moment.now)
+    holds: Amount | str | None = None
+    if reason is None and not run.closing:
+        holds = charging.reserve(run, call, history.at_work(moment.now))
+        if holds is budget.WAITS:
+            return Plan(answer=outcomes.NO_ROOM)
+        reason = holds if isinstance(holds, str) else None
     if reason is not None:
         error = BudgetExceededException(run.run_id, reason)
         return _refusing(run, call, drafts, Event.BUDGET_EXHAUSTED, {"rule": "budget", "reason": reason}, error)
@@ -172,9 +179,10 @@ def _begin(run: LiveRun, call: Call, position: str, moment: Moment) -> Plan:
         return Plan(answer=outcomes.HELD)
     if (full := has_no_room(run, call, moment)) is not None:
         return Plan(error=full)
+    assert not isinstance(holds, str)
     if continued is not None and action is not None:
-        return _continue(run, call, continued, action, drafts, salted)
-    intent = first_intent(run, call, salted)
+        return _continue(run, call, continued, action, drafts, salted, holds)
+    intent = first_intent(run, call, salted, holds)
     if call.wait is not None:
         return Plan([*drafts, intent, waits.waiting(call.wait, intent, moment)])
     return Plan([*drafts, intent], synced=False if call.options.effect is Effect.READ else None)
@@ -206,7 +214,13 @@ def _continued(run: LiveRun, call: Call, salted: str) -> StepHistory | None:
 
 
 def _continue(
-    run: LiveRun, call: Call, step: StepHistory, action: recovery.Action, drafts: list[Draft], salted: str
+    run: LiveRun,
+    call: Call,
+    step: StepHistory,
+    action: recovery.Action,
+    drafts: list[Draft],
+    salted: str,
+    holds: Amount | None,
 ) -> Plan:
     """A call that continues another step: at its own position, with that one's key and with the attempts that it has left.
 
@@ -222,7 +236,9 @@ def _continue(
     if action.kind == "dead_letter" and not is_known:
         return exhausted(run, step, action.reason, drafts)
     is_dispatched = action.kind in ("dispatch", "dispatch_undeclared") and not is_known
-    intent = first_intent(run, call, salted, step, is_dispatched=is_dispatched)
+    intent = first_intent(
+        run, call, salted, holds if is_dispatched else None, step, is_dispatched=is_dispatched
+    )
     standing = Standing(call.position, intent.fields["step"], call.tool, intent.attempt or 0)
     if action.kind == "dispatch_undeclared" and is_dispatched:
         return Plan([*drafts, intent, _said(standing, standing.attempts)])

@@ -64,8 +64,8 @@ class Limits(NamedTuple):
         return cls(**(written | ({"usd": Decimal(written["usd"])} if "usd" in written else {})))
 
     @property
-    def has_price(self) -> bool:
-        """Whether calls have to reserve what they may use."""
+    def are_of_calls(self) -> bool:
+        """Whether calls have to reserve what they may use of them."""
         return self.tokens is not None or self.usd is not None
 
 

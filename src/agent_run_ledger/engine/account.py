@@ -1,0 +1,36 @@
+"""What a run has spent, and what its calls have reserved: the part of a fold over its entries that is about money."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from agent_run_ledger.rules.budget import NOTHING, Amount
+
+
+class Account:
+    """As the entries tell it: intents reserve, outcomes give back what was reserved and say what was used."""
+
+    __slots__ = ("held", "spent")
+
+    def __init__(self, spent: Amount = NOTHING, held: Mapping[str, Amount] | None = None) -> None:
+        self.spent = spent
+        """What calls have used, and what those may have used of which that is not known."""
+        self.held = dict(held or {})
+        """What calls may use that are dispatched and have no outcome, by position."""
+
+    def copy(self) -> Account:
+        return Account(self.spent, self.held)
+
+    def take(self, kind: str, position: str | None, fields: Mapping[str, Any]) -> None:
+        """Take one more entry in. What an earlier attempt of the same step has used nobody knows: it is as much as it could."""
+        if kind == "intent":
+            if self.held and position in self.held and "late" not in fields:
+                self.spent = self.spent.plus(self.held.pop(position))
+            if "holds" in fields:
+                self.held[position or ""] = Amount.read(fields["holds"])
+        elif kind == "outcome":
+            if self.held:
+                self.held.pop(position or "", None)
+            if "charges" in fields:
+                self.spent = self.spent.plus(Amount.read(fields["charges"]))

@@ -1,0 +1,119 @@
+"""What a call reserves before it is dispatched, and what is charged for it once it has ended."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from agent_run_ledger.engine.call import Call
+from agent_run_ledger.engine.live import LiveRun
+from agent_run_ledger.rules import budget
+from agent_run_ledger.rules.budget import NOTHING, Amount, Most
+
+if TYPE_CHECKING:
+    from decimal import Decimal
+
+    from agent_run_ledger.usage import Usage
+
+
+class Metered(NamedTuple):
+    """What one use of a model was, as a function has said or as what it returned tells."""
+
+    usage: Usage | None
+    usd: Decimal | None
+    model: str | None
+
+
+def reserve(run: LiveRun, call: Call, at_work: float) -> Amount | str | None:
+    """What a dispatch reserves; None where it has to reserve nothing; `budget.WAITS`; or why it may not begin.
+
+    What earlier attempts of the same step have reserved is spent, for all that is known. So is what a call has reserved for whose
+    outcome nobody waits here.
+    """
+    limits, history = run.limits, run.history
+    spent, held = history.account.spent, NOTHING
+    for position, amount in history.account.held.items():
+        if position in run.in_flight and position != call.position:
+            held = held.plus(amount)
+        else:
+            spent = spent.plus(amount)
+    if (reason := budget.overspent(limits, spent) or budget.ran_for(limits, at_work)) is not None:
+        return reason
+    if not (limits.are_of_calls and may_cost(call)):
+        return None
+    return budget.reserve(limits, spent, held.plus(run.reserved_ahead), _most(run, call))
+
+
+def may_cost(call: Call) -> bool:
+    """Whether a call has to be paid for, as far as is declared."""
+    options = call.options
+    return options.kind == "model" or options.max_tokens is not None or options.max_usd is not None
+
+
+def _most(run: LiveRun, call: Call) -> Most:
+    """What a call may use at the most. One limit alone may be declared; of the other nothing is known then."""
+    options = call.options
+    if options.max_tokens is not None or options.max_usd is not None:
+        return Most(options.max_tokens, options.max_usd, is_declared=True)
+    from agent_run_ledger.prices import estimate
+
+    estimated = estimate(call.arguments, run.prices)
+    return Most(estimated.tokens, estimated.usd) if estimated is not None else Most()
+
+
+def charged(run: LiveRun, position: str, value: object, *, was_executed: bool = True) -> dict[str, Any]:
+    """The fields of an outcome that say what its attempt has used: as its function has said, or as what it returned tells.
+
+    What is not known is charged as it was reserved, and that is said: `unmetered` where nothing tells of tokens, `unpriced` where
+    nothing tells what they cost. An attempt that was surely never carried out costs nothing.
+    """
+    held = run.history.account.held.get(position, NOTHING)
+    metered = run.metered.get(position) or _told_by(value)
+    if not metered:
+        if held == NOTHING or not was_executed:
+            return {}
+        return {"charges": held.written(), "unmetered": True}
+    from agent_run_ledger.prices import cost_of
+
+    fields: dict[str, Any] = {"usage": [_written(each) for each in metered]}
+    charges = NOTHING
+    for usage, usd, model in metered:
+        if usage is None:
+            cost = usd
+        else:
+            charges = charges.plus(Amount(usage.total_tokens))
+            cost = usd if usd is not None else cost_of(usage, model, run.prices)
+        if cost is None:
+            fields["unpriced"] = True
+        else:
+            charges = charges.plus(Amount(0, cost))
+    if all(usage is None for usage, _, _ in metered):
+        fields["unmetered"] = True
+        charges = charges._replace(tokens=held.tokens)
+    if "unpriced" in fields and held.usd > charges.usd:
+        charges = charges._replace(usd=held.usd)
+    if charges != NOTHING:
+        fields["charges"] = charges.written()
+    if (held.tokens and charges.tokens > held.tokens) or (held.usd and charges.usd > held.usd):
+        fields["overran"] = True
+    return fields
+
+
+def _told_by(value: object) -> Sequence[Metered]:
+    if value is None or isinstance(value, str | bytes | int | float | list | tuple):
+        return ()
+    from agent_run_ledger.usage import Usage, model_of
+
+    usage = Usage.read(value)
+    return (Metered(usage, None, model_of(value)),) if usage is not None else ()
+
+
+_BUCKETS = ("input_tokens", "cache_read_tokens", "cache_write_tokens", "long_cache_write_tokens", "output_tokens", "reasoning_tokens")
+
+
+def _written(metered: Metered) -> dict[str, Any]:
+    named: dict[str, Any] = {"model": metered.model} if metered.model is not None else {}
+    if metered.usage is not None:
+        named |= {name: count for name in _BUCKETS if (count := getattr(metered.usage, name))}
+    usd = metered.usd if metered.usd is not None or metered.usage is None else metered.usage.usd
+    return named | ({"usd": format(usd, "f")} if usd is not None else {})
