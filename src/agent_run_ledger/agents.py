@@ -17,6 +17,7 @@ from agent_run_ledger.engine.waits import WATCH
 from agent_run_ledger.errors import EffectConflict, InvalidArguments, LeaseLost, RunClosed, UnorderedStep
 from agent_run_ledger.model import Budget, Effect, RetryPolicy, RunState
 from agent_run_ledger.rules import canonical, checks, functions
+from agent_run_ledger.rules.budget import Limits
 from agent_run_ledger.rules.functions import Signature
 from agent_run_ledger.rules.names import check_name
 from agent_run_ledger.run import Place, Run, park, with_key
@@ -127,7 +128,7 @@ class Agent(Registered):
         self.retry, self.fatal = terms.retry, terms.fatal
         if budget is not None and not isinstance(budget, Budget):
             raise InvalidArguments(f"budget= is a Budget, not {budget!r}")
-        self.budget = budget
+        self.limits = Limits.of(budget)
         self.returns = self.returns if returns is None else returns
         # It may be imported for type checkers only, so that its name is all there is.
         given = functions.as_written(function) | self.hints
@@ -162,9 +163,7 @@ class Agent(Registered):
     def apply(self, held: HeldRun) -> None:
         """Give the run the limits of its agent."""
         held.retry, held.fatal = self.retry, self.fatal
-        if self.budget is not None:
-            held.limit = self.budget.steps or held.limit
-            held.deadline = self.budget.deadline.timestamp() if self.budget.deadline is not None else held.deadline
+        held.given = self.limits.over(held.given)
 
     def call(self, run: Run, arguments: dict[str, Any]) -> Any:
         """Its function, as the program of this run."""

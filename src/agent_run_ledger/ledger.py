@@ -53,6 +53,7 @@ from agent_run_ledger.model import (
 )
 from agent_run_ledger.operator import Operator
 from agent_run_ledger.rules import canonical, digests
+from agent_run_ledger.rules.budget import Limits
 from agent_run_ledger.rules.loops import LoopDetectorPolicy
 from agent_run_ledger.rules.names import check_name
 from agent_run_ledger.run import OpenRun, branch_of, finish, function_call, perform
@@ -63,6 +64,7 @@ from agent_run_ledger.stores.room import Room
 
 if TYPE_CHECKING:
     from agent_run_ledger.drivers.asynchronous import AsyncDriver
+    from agent_run_ledger.prices import Prices
 
 Durability = Literal["full", "process"]
 
@@ -123,8 +125,8 @@ class Ledger(Operator):
         self,
         db_path: str | os.PathLike[str] | Store,
         *,
-        limit: int,
-        deadline: float | None = None,
+        limits: Limits,
+        prices: Prices | None,
         policy: LoopDetectorPolicy,
         durability: Durability,
         lease_seconds: float,
@@ -175,7 +177,7 @@ class Ledger(Operator):
         self._outage_seconds = outage_seconds
         self._durability = durability
         self._min_free = _min_free(min_free_bytes)
-        self._terms = (label, lease_seconds, heartbeat_seconds, limit, deadline, undeclared, policy.rule)
+        self._terms = (label, lease_seconds, heartbeat_seconds, limits, prices, undeclared, policy.rule)
         self._tools: dict[str, Tool] = {}
         self._stand_on(self._store, self._clock)
 
@@ -482,6 +484,7 @@ class AgentRunLedger(Fleet, Ledger):
         lease_seconds: float = 30.0,
         heartbeat_seconds: float = 3.0,
         budget: Budget | None = None,
+        prices: Prices | None = None,
         policy: LoopDetectorPolicy | None = None,
         undeclared: str = "dispatch",
         owner: str | None = None,
@@ -498,11 +501,10 @@ class AgentRunLedger(Fleet, Ledger):
             raise ValueError(f"max_steps must be a whole number of at least 1, not {max_steps!r}")
         if budget is not None and not isinstance(budget, Budget):
             raise TypeError(f"budget is a Budget, not {budget!r}")
-        steps = budget.steps if budget is not None and budget.steps is not None else max_steps
         super().__init__(
             db_path,
-            limit=steps,
-            deadline=budget.deadline.timestamp() if budget is not None and budget.deadline is not None else None,
+            limits=Limits.of(budget).over(Limits(steps=max_steps)),
+            prices=prices,
             policy=policy
             or LoopDetectorPolicy(
                 max_repetitions=int(loop_threshold) if loop_threshold is _LOOP_THRESHOLD else loop_threshold

@@ -22,6 +22,7 @@ from agent_run_ledger.model import (
     TraceLine,
 )
 from agent_run_ledger.rules import canonical
+from agent_run_ledger.rules.budget import Limits
 from agent_run_ledger.rules.names import check_name
 
 if TYPE_CHECKING:
@@ -314,16 +315,13 @@ class Operator:
         by: str,
         reason: str,
     ) -> str:
-        limits: dict[str, Any] = {}
         if budget is not None and not isinstance(budget, Budget):
             raise TypeError(f"budget is a Budget, not {shown(budget)}")
         steps = budget.steps if budget is not None and budget.steps is not None else max_steps
         if steps is not None:
             if type(steps) is not int or steps < 1:
                 raise ValueError(f"max_steps must be a whole number of at least 1, not {shown(steps)}")
-            limits["max_steps"] = steps
-        if budget is not None and budget.deadline is not None:
-            limits["deadline"] = budget.deadline.timestamp()
+        limits = Limits.of(budget)._replace(steps=steps).written()
         name = f"run_{os.urandom(10).hex()}" if new_run_id is None else check_name("new_run_id", new_run_id)
         told = {"by": self._who(by), "reason": _reason(reason)}
         drafts = forking.carried(history, self._whole(history.run_id), before, told, limits, name)

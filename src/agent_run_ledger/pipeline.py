@@ -155,7 +155,7 @@ class Execution:
         self._returns = {step.name: step.options.returns for step in order}
         self._schedule = Schedule(order, at_once)
         self.ended = self._schedule.ended
-        run.limit = len(order)
+        run.given = run.given._replace(steps=len(order))
 
     def wiring(self) -> Flow[None]:
         """Make sure that this is the pipeline that is recorded."""
@@ -259,7 +259,8 @@ class RunLedger(Ledger):
             self._add(each)
         super().__init__(
             db_path,
-            limit=1,  # each execution sets the number of its steps
+            limits=Limits(steps=1),  # each execution sets the number of its steps
+            prices=prices,
             policy=policy or LoopDetectorPolicy(),
             durability=durability,
             lease_seconds=lease_seconds,

@@ -32,6 +32,7 @@ from agent_run_ledger.errors import (
 )
 from agent_run_ledger.model import RunState
 from agent_run_ledger.rules import canonical
+from agent_run_ledger.rules.budget import Limits
 from agent_run_ledger.rules.loops import Rule
 from agent_run_ledger.stores.room import Room
 
@@ -46,8 +47,8 @@ _KEPT = 256
 class HeldRun(LiveRun):
     """A run with its lock and its lease. `is_held` says whether this ledger may append to it, as far as it knows."""
 
-    def __init__(self, history: History, limit: int, undeclared: str) -> None:
-        super().__init__(history, 0, limit, undeclared)
+    def __init__(self, history: History, given: Limits, undeclared: str) -> None:
+        super().__init__(history, 0, given, undeclared)
         self.lock = threading.RLock()
         self.is_held = False
         self.expires = 0.0
@@ -127,8 +128,8 @@ class Leases:
         label: str,
         lease_seconds: float,
         heartbeat_seconds: float,
-        limit: int,
-        deadline: float | None,
+        given: Limits,
+        prices: Prices | None,
         undeclared: str,
         rule: Callable[[], Rule],
     ) -> None:
@@ -137,8 +138,8 @@ class Leases:
         self._label = label
         self._lease_seconds = lease_seconds
         self._heartbeat_seconds = heartbeat_seconds
-        self._limit = limit
-        self._deadline = deadline
+        self._given = given
+        self._prices = prices
         self.undeclared = undeclared
         self._rule = rule
         self.room: Room | None = None
@@ -178,8 +179,8 @@ class Leases:
                 if len(self._runs) >= self._most:
                     self._runs = {key: kept for key, kept in self._runs.items() if not kept.is_settled or kept.pins}
                     self._most = max(_KEPT, 2 * len(self._runs))  # so that looking for them costs little
-                fresh = HeldRun(History(run_id, b""), self._limit, self.undeclared)
-                fresh.deadline = self._deadline
+                fresh = HeldRun(History(run_id, b""), self._given, self.undeclared)
+                fresh.prices = self._prices
                 run = self._runs.setdefault(run_id, fresh)
         return run
 

@@ -12,7 +12,7 @@ from agent_run_ledger.engine.account import Account
 from agent_run_ledger.errors import StoreCorrupt
 from agent_run_ledger.model import Effect, RunState
 from agent_run_ledger.rules import canonical
-from agent_run_ledger.rules.budget import NOTHING, Limits
+from agent_run_ledger.rules.budget import NO_LIMITS, NOTHING, Limits
 from agent_run_ledger.rules.loops import OK, Call, Rule
 
 _parse = json.JSONDecoder().raw_decode  # bodies have no white space around them, which is what `decode` looks for first
@@ -345,12 +345,8 @@ class History:
         """Steps that may have taken effect although they failed or were interrupted, by tool and input: an equal call continues them."""
         self.asides = 0
         """Entries that tell of waiting, and count for no limit."""
-        self.granted: int | None = None
-        """How many steps and refusals the run may have, where that was said when it was made from another one."""
-        self.deadline: float | None = None
-        """The Unix time from which on nothing new is dispatched, where that was said then."""
-        self.limits: Limits | None = None
-        """What else the run may use, where that was said then."""
+        self.granted = NO_LIMITS
+        """What the run may use, where that was said when it was made from another one."""
         self.last_outcome = 0
         """The seq of the last outcome."""
         self.account = Account()
@@ -404,9 +400,8 @@ class History:
             self.created_at = body["at"]
             self.pipeline = body.get("pipeline", False)
             self.parent, self.queue, self.priority = body.get("parent"), body.get("queue"), body.get("priority", 0)
-            self.granted, self.deadline = body.get("max_steps"), body.get("deadline")
-            if "limits" in body:
-                self.limits = Limits.read(body["limits"])
+            if "forked_from" in body:
+                self.granted = Limits.read(body)
         else:
             self._other(row, body)
         closed = len(row.roots) // 32 - 1

@@ -76,7 +76,7 @@ def dispatch_again(run: LiveRun, call: Call, step: StepHistory, moment: Moment, 
         return Plan(answer=outcomes.HELD)
     if (full := has_no_room(run, call, moment)) is not None:
         return Plan(error=full)
-    reason = budget.too_late(run.latest, moment.now)
+    reason = budget.too_late(run.limits.deadline, moment.now)
     if reason is None:
         holds = charging.reserve(run, call, run.history.at_work(moment.now))
         if holds is budget.WAITS:

@@ -9,7 +9,7 @@ from agent_run_ledger.engine.positions import branch_of, keyed, named, within
 from agent_run_ledger.engine.turns import Turns
 from agent_run_ledger.errors import ReplayDivergence, StepInDoubt, UnorderedStep
 from agent_run_ledger.model import RetryPolicy
-from agent_run_ledger.rules.budget import NOTHING, Limits
+from agent_run_ledger.rules.budget import NO_LIMITS, NOTHING, Limits
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -57,16 +57,12 @@ class LiveRun:
     thread or event loop too, each time by one operation that other threads see as a whole.
     """
 
-    def __init__(self, history: History, token: int, limit: int, undeclared: str) -> None:
+    def __init__(self, history: History, token: int, given: Limits, undeclared: str) -> None:
         self.run_id = history.run_id
         self.history = history
         self.token = token
-        self.limit = limit
-        """How many steps and refusals the run may have."""
-        self.deadline: float | None = None
-        """The Unix time from which on nothing new is dispatched."""
-        self.budget = Limits()
-        """What else the run may use."""
+        self.given = given
+        """What its program may use, as its ledger and its agent say; the number of steps is among it."""
         self.prices: Prices | None = None
         """What tokens cost."""
         self.metered: dict[str, list[Metered]] = {}
@@ -111,19 +107,17 @@ class LiveRun:
         self.restart()
 
     @property
-    def most_steps(self) -> int:
-        """How many steps and refusals the run may have: what was said when it was made from another one goes before."""
-        return self.history.granted or self.limit
-
-    @property
     def limits(self) -> Limits:
-        """What else it may use, likewise."""
-        return self.history.limits or self.budget
+        """What the run may use: what was said when it was made from another one goes before."""
+        granted = self.history.granted
+        return self.given if granted is NO_LIMITS else granted.over(self.given)
 
     @property
-    def latest(self) -> float | None:
-        """The Unix time from which on nothing new is dispatched."""
-        return self.history.deadline or self.deadline
+    def most_steps(self) -> int:
+        """How many steps and refusals it may have."""
+        steps = self.limits.steps
+        assert steps is not None
+        return steps
 
     @property
     def is_resting(self) -> bool:

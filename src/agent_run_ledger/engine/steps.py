@@ -165,7 +165,7 @@ def _begin(run: LiveRun, call: Call, position: str, moment: Moment) -> Plan:
         return _refusing(run, call, drafts, event, refusal, error)
     reason = budget.steps_spent(run.most_steps, history.steps + run.ahead, history.refused)
     reason = reason or budget.entries_spent(run.most_steps, history.size - history.asides)
-    reason = reason or budget.too_late(run.latest, moment.now)
+    reason = reason or budget.too_late(run.limits.deadline, moment.now)
     holds: Amount | str | None = None
     if reason is None and not run.closing:
         holds = charging.reserve(run, call, history.at_work(moment.now))

@@ -41,32 +41,54 @@ class Amount(NamedTuple):
 NOTHING = Amount()
 
 
+_WRITTEN = {"steps": "max_steps", "tokens": "max_tokens", "usd": "max_usd", "seconds": "max_seconds"}
+"""What a limit is called in a run's first entry, where that is not its own name."""
+
+
 class Limits(NamedTuple):
     """How much a run may use; None: as much as it likes."""
 
+    steps: int | None = None
     tokens: int | None = None
     usd: Decimal | None = None
     seconds: float | None = None
+    deadline: float | None = None
+    """The Unix time from which on nothing new is dispatched."""
     notice_at: float | None = None
 
     @classmethod
-    def of(cls, given: Budget) -> Limits:
+    def of(cls, given: Budget | None) -> Limits:
+        """Those of a budget; none where there is no budget."""
+        if given is None:
+            return cls()
         assert given.usd is None or isinstance(given.usd, Decimal)
-        return cls(given.tokens, given.usd, given.seconds, given.notice_at)
+        deadline = given.deadline.timestamp() if given.deadline is not None else None
+        return cls(given.steps, given.tokens, given.usd, given.seconds, deadline, given.notice_at)
+
+    def over(self, others: Limits) -> Limits:
+        """These, and of the others those that are not said here."""
+        return Limits(*(own if own is not None else other for own, other in zip(self, others, strict=True)))
 
     def written(self) -> dict[str, Any]:
-        """As it stands in an entry."""
-        named: dict[str, Any] = {name: limit for name, limit in self._asdict().items() if limit is not None}
-        return named | ({"usd": format(self.usd, "f")} if self.usd is not None else {})
+        """As they stand in an entry."""
+        named = {name: limit for name, limit in self._asdict().items() if limit is not None}
+        if self.usd is not None:
+            named["usd"] = format(self.usd, "f")
+        return {_WRITTEN.get(name, name): limit for name, limit in named.items()}
 
     @classmethod
     def read(cls, written: dict[str, Any]) -> Limits:
-        return cls(**(written | ({"usd": Decimal(written["usd"])} if "usd" in written else {})))
+        """Those that an entry says; it may say other things, too."""
+        named = {name: written.get(_WRITTEN.get(name, name)) for name in cls._fields}
+        return cls(**named)._replace(usd=Decimal(named["usd"]) if named["usd"] is not None else None)
 
     @property
     def are_of_calls(self) -> bool:
         """Whether calls have to reserve what they may use of them."""
         return self.tokens is not None or self.usd is not None
+
+
+NO_LIMITS = Limits()
 
 
 class Most(NamedTuple):
