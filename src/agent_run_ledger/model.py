@@ -133,7 +133,9 @@ class Budget:
             object.__setattr__(self, "usd", dollars(self.usd, "Budget.usd"))
         for name, number, most in (("seconds", self.seconds, inf), ("notice_at", self.notice_at, 1)):
             if number is not None and (type(number) not in (int, float) or not 0 < number <= most):
-                raise ValueError(f"Budget.{name} is a number above 0{' and up to 1' if most == 1 else ''}, not {number!r}")
+                raise ValueError(
+                    f"Budget.{name} is a number above 0{' and up to 1' if most == 1 else ''}, not {number!r}"
+                )
         if self.deadline is not None and getattr(self.deadline, "tzinfo", None) is None:
             raise ValueError(f"Budget.deadline is a datetime with a time zone, not {self.deadline!r}")
 

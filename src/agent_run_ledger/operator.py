@@ -318,9 +318,8 @@ class Operator:
         if budget is not None and not isinstance(budget, Budget):
             raise TypeError(f"budget is a Budget, not {shown(budget)}")
         steps = budget.steps if budget is not None and budget.steps is not None else max_steps
-        if steps is not None:
-            if type(steps) is not int or steps < 1:
-                raise ValueError(f"max_steps must be a whole number of at least 1, not {shown(steps)}")
+        if steps is not None and (type(steps) is not int or steps < 1):
+            raise ValueError(f"max_steps must be a whole number of at least 1, not {shown(steps)}")
         limits = Limits.of(budget)._replace(steps=steps).written()
         name = f"run_{os.urandom(10).hex()}" if new_run_id is None else check_name("new_run_id", new_run_id)
         told = {"by": self._who(by), "reason": _reason(reason)}

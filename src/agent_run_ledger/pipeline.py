@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from graphlib import CycleError, TopologicalSorter
 from heapq import heappop, heappush
 from queue import SimpleQueue
-from typing import Any, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 from agent_run_ledger.contract import Clock, Store
 from agent_run_ledger.drivers.context import step_variable
@@ -19,11 +19,15 @@ from agent_run_ledger.engine.effects import Flow, Result
 from agent_run_ledger.engine.log import Draft
 from agent_run_ledger.errors import InvalidArguments, InvalidPipeline
 from agent_run_ledger.ledger import OUTAGE_SECONDS, PAYLOAD_LIMIT, Durability, Ledger
-from agent_run_ledger.model import RunState
+from agent_run_ledger.model import Budget, RunState
 from agent_run_ledger.rules import canonical, functions
+from agent_run_ledger.rules.budget import Limits
 from agent_run_ledger.rules.loops import LoopDetectorPolicy
 from agent_run_ledger.rules.names import check_name
 from agent_run_ledger.run import park, perform, with_key
+
+if TYPE_CHECKING:
+    from agent_run_ledger.prices import Prices
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -240,6 +244,8 @@ class RunLedger(Ledger):
         *,
         steps: Iterable[Step] = (),
         max_parallel: int = 1,
+        budget: Budget | None = None,
+        prices: Prices | None = None,
         durability: Durability = "full",
         lease_seconds: float = 30.0,
         heartbeat_seconds: float = 3.0,
@@ -259,7 +265,7 @@ class RunLedger(Ledger):
             self._add(each)
         super().__init__(
             db_path,
-            limits=Limits(steps=1),  # each execution sets the number of its steps
+            limits=Limits.of(budget)._replace(steps=1),  # each execution sets the number of its steps
             prices=prices,
             policy=policy or LoopDetectorPolicy(),
             durability=durability,

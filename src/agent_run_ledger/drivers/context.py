@@ -9,9 +9,15 @@ from contextvars import ContextVar
 from typing import Any
 
 from agent_run_ledger.drivers.leases import HeldRun, Leases
+from agent_run_ledger.engine.charging import Metered
 from agent_run_ledger.engine.history import StepHistory
 from agent_run_ledger.errors import InvalidArguments
 from agent_run_ledger.model import Effect
+from agent_run_ledger.rules.money import exact_usd
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from decimal import Decimal
 
 
 class StepContext:
@@ -55,6 +61,31 @@ class StepContext:
     def effect(self) -> Effect | None:
         """What the step's tool declares."""
         return self._step.declared
+
+    def record_usage(
+        self, usage: object = None, *, usd: Decimal | int | str | float | None = None, model: str | None = None
+    ) -> None:
+        """Say what the step has used: a provider's usage object or response, a `Usage`, or dollars alone. Several times: it adds up.
+
+        Without it, usage is read from what the step returns, where that is a provider's response. `model` names the model, for its price,
+        where the response does not; `usd` is what it cost, where that is known better than by a list of prices. It is written with the
+        outcome. Raises `InvalidArguments` where nothing can be read of it: usage that is not understood is not nothing.
+        """
+        from agent_run_ledger.usage import Usage, model_of
+
+        read = Usage.read(usage) if usage is not None else None
+        if (usage is None and usd is None) or (usage is not None and read is None):
+            raise InvalidArguments(
+                f"record_usage() is given a usage, or usd=, and reads nothing from {type(usage).__name__}; nothing was recorded"
+            )
+        if model is not None and not (isinstance(model, str) and model):
+            raise InvalidArguments(f"model= is the name of a model, not {model!r}; nothing was recorded")
+        try:
+            cost = exact_usd(usd) if usd is not None else None
+        except (TypeError, ValueError) as error:
+            raise InvalidArguments(f"usd={usd!r}: {error}; nothing was recorded") from None
+        metered = Metered(read, cost, model or model_of(usage))
+        self._run.metered.setdefault(self._step.position, []).append(metered)
 
     def heartbeat(self) -> None:
         """Renew the lease now. Raises `LeaseLost` where the run was taken over: stop what you are doing then."""

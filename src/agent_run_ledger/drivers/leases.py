@@ -36,6 +36,10 @@ from agent_run_ledger.rules.budget import Limits
 from agent_run_ledger.rules.loops import Rule
 from agent_run_ledger.stores.room import Room
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from agent_run_ledger.prices import Prices
+
 POLL_SECONDS = 0.05
 _LAST_BEAT_SECONDS = 5.0
 _WAKE_SECONDS_PER_ENTRY, _LONGEST_WAKE_SECONDS = 1e-4, 1.0

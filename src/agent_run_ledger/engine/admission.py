@@ -79,14 +79,14 @@ def left_in_doubt(
             is_dispatched = not is_undispatched(run, call, step)
             if step is not continued and must_not_repeat(run, None, step) and is_dispatched:
                 return _doubt(run, step)
-            drafts.append(cancelled(step, when(call), is_dispatched=is_dispatched))
+            drafts.append(cancelled(run, step, when(call), is_dispatched=is_dispatched))
         elif position not in run.history.missed and not (step is not None and step.is_missed):
             drafts.append(missed(call, step, when(call)))
     for step in steps.values() if behind is None else ():
         if step.outcome is None and step.position not in run.interrupted:
             if must_not_repeat(run, None, step):
                 return _doubt(run, step)
-            drafts.append(cancelled(step, {}))
+            drafts.append(cancelled(run, step, {}))
     return drafts, None
 
 

@@ -55,7 +55,7 @@ def _most(run: LiveRun, call: Call) -> Most:
     options = call.options
     if options.max_tokens is not None or options.max_usd is not None:
         return Most(options.max_tokens, options.max_usd, is_declared=True)
-    from agent_run_ledger.prices import estimate
+    from agent_run_ledger.rules.estimates import estimate
 
     estimated = estimate(call.arguments, run.prices)
     return Most(estimated.tokens, estimated.usd) if estimated is not None else Most()
@@ -108,7 +108,14 @@ def _told_by(value: object) -> Sequence[Metered]:
     return (Metered(usage, None, model_of(value)),) if usage is not None else ()
 
 
-_BUCKETS = ("input_tokens", "cache_read_tokens", "cache_write_tokens", "long_cache_write_tokens", "output_tokens", "reasoning_tokens")
+_BUCKETS = (
+    "input_tokens",
+    "cache_read_tokens",
+    "cache_write_tokens",
+    "long_cache_write_tokens",
+    "output_tokens",
+    "reasoning_tokens",
+)
 
 
 def _written(metered: Metered) -> dict[str, Any]:

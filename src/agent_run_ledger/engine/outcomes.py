@@ -108,9 +108,11 @@ def must_not_repeat(run: LiveRun, call: Call | None, step: StepHistory, now: flo
     return effect is Effect.MUTATE or (effect is None and run.undeclared == "block")
 
 
-def resolved_with(step: StepHistory, output: bytes) -> Draft:
+def resolved_with(run: LiveRun, step: StepHistory, output: bytes) -> Draft:
     """The outcome that an operator knows of."""
-    return reconciled(_outcome(step, "completed", output, may_repeat=False))
+    draft = reconciled(_outcome(step, "completed", output, may_repeat=False))
+    draft.fields.update(charging.charged(run, step.position, None))
+    return draft
 
 
 def child_ended(run: LiveRun, step: StepHistory, end: dict[str, Any]) -> Draft:
@@ -185,12 +187,13 @@ _INTERRUPTED = {
 }
 
 
-def cancelled(step: StepHistory, seen: dict[str, int], *, is_dispatched: bool = True) -> Draft:
+def cancelled(run: LiveRun, step: StepHistory, seen: dict[str, int], *, is_dispatched: bool = True) -> Draft:
     """The outcome of a step that was interrupted and whose program went on. One that was dispatched may have taken effect."""
     draft = _outcome(step, "cancelled", canonical.encode(_INTERRUPTED), may_repeat=False)
     if not is_dispatched:
         draft.fields["undispatched"] = True
     draft.fields.update(seen)
+    draft.fields.update(charging.charged(run, step.position, None, was_executed=is_dispatched))
     return draft
 
 

@@ -10,6 +10,7 @@ from agent_run_ledger.contract import Row, Summary
 from agent_run_ledger.engine.history import History, StepHistory
 from agent_run_ledger.model import DamagedRunRecord, RunRecord, RunState, StepRecord
 from agent_run_ledger.rules import canonical, failures
+from agent_run_ledger.rules.budget import Amount
 
 Payload = Callable[[int], bytes | None]
 """What gives the payload of an entry by its seq, where a history does not keep it."""
@@ -79,6 +80,7 @@ def _run_record(summary: Summary) -> RunRecord:
     head, first, last = summary
     begun, stands = json.loads(first.body), json.loads(last.body)
     state = RunState(stands["state"])
+    spent = Amount.read(stands.get("spent", {}))
     diverged = head.note is not None and not state.is_terminal
     for number in (begun["at"], stands["at"], stands["steps"]):
         if type(number) not in (float, int):
@@ -92,6 +94,8 @@ def _run_record(summary: Summary) -> RunRecord:
         updated_at=stands["at"],
         owner=head.owner,
         fencing_token=head.token,
+        spent_tokens=spent.tokens,
+        spent_usd=spent.usd,
         result=_decoded(last) if last.kind == "finished" else None,
         cause=str(head.note) if diverged else _cause(last),
         parent_run_id=begun.get("parent"),

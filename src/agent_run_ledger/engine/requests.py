@@ -93,7 +93,7 @@ def _resolve(run: LiveRun, said: dict[str, Any], who: str, at: float) -> list[Dr
     told = canonical.encode({"reason": said["reason"], "by": said["by"]})
     drafts = [Draft("resolved", Event.WAIT, fields, told, step.position, step.attempts)]
     if said["executed"]:
-        drafts.append(resolved_with(step, canonical.encode(said["output"])))
+        drafts.append(resolved_with(run, step, canonical.encode(said["output"])))
     return drafts
 
 

@@ -236,9 +236,7 @@ def _continue(
     if action.kind == "dead_letter" and not is_known:
         return exhausted(run, step, action.reason, drafts)
     is_dispatched = action.kind in ("dispatch", "dispatch_undeclared") and not is_known
-    intent = first_intent(
-        run, call, salted, holds if is_dispatched else None, step, is_dispatched=is_dispatched
-    )
+    intent = first_intent(run, call, salted, holds if is_dispatched else None, step, is_dispatched=is_dispatched)
     standing = Standing(call.position, intent.fields["step"], call.tool, intent.attempt or 0)
     if action.kind == "dispatch_undeclared" and is_dispatched:
         return Plan([*drafts, intent, _said(standing, standing.attempts)])

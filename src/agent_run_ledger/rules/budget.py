@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from decimal import Context, Decimal, Inexact, InvalidOperation
+from decimal import Decimal
 from typing import Any, Literal, NamedTuple
 
 from agent_run_ledger.model import Budget
+from agent_run_ledger.rules import money
 
 ENTRIES_PER_STEP = 20
 """A run that writes many entries but few steps (values, retries, parks) ends at this many entries per allowed step."""
-
-_exact = Context(prec=400, traps=[Inexact, InvalidOperation])
-"""Sums of money are exact, whatever context a program has set."""
 
 
 class Amount(NamedTuple):
@@ -21,10 +19,7 @@ class Amount(NamedTuple):
     usd: Decimal = Decimal(0)
 
     def plus(self, other: Amount) -> Amount:
-        return Amount(self.tokens + other.tokens, _exact.add(self.usd, other.usd))
-
-    def minus(self, other: Amount) -> Amount:
-        return Amount(self.tokens - other.tokens, _exact.subtract(self.usd, other.usd))
+        return Amount(self.tokens + other.tokens, money.add((self.usd, other.usd)))
 
     def written(self) -> dict[str, Any]:
         """As it stands in an entry; what is nothing is left out."""
@@ -67,7 +62,8 @@ class Limits(NamedTuple):
 
     def over(self, others: Limits) -> Limits:
         """These, and of the others those that are not said here."""
-        return Limits(*(own if own is not None else other for own, other in zip(self, others, strict=True)))
+        own: list[Any] = [mine if mine is not None else other for mine, other in zip(self, others, strict=True)]
+        return Limits(*own)
 
     def written(self) -> dict[str, Any]:
         """As they stand in an entry."""
@@ -111,14 +107,15 @@ def reserve(limits: Limits, spent: Amount, held: Amount, most: Most) -> Amount |
     """
     taken: list[Any] = []
     is_waiting = False
-    for name, limit, used, others, asked in (
+    each: list[tuple[str, Any, Any, Any, Any]] = [
         ("tokens", limits.tokens, spent.tokens, held.tokens, most.tokens),
         ("usd", limits.usd, spent.usd, held.usd, most.usd),
-    ):
+    ]
+    for name, limit, used, others, asked in each:
         if limit is None:
             taken.append(asked or 0)
             continue
-        left = limit - used if name == "tokens" else _exact.subtract(limit, used)  # type: ignore[arg-type]
+        left = money.add((limit, used.copy_negate())) if isinstance(used, Decimal) else limit - used
         if left <= 0:
             return f"{_named(name, used)} of {_named(name, limit)} are spent"
         if asked is None or (asked > left and not most.is_declared):
