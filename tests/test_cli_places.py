@@ -354,6 +354,7 @@ def test_doctor_looks_at_server_ledger_fleet_and_runs(shell: Shell, server: str)
     assert found["clock"][0] == "ok"
     assert found["schema"] == ("ok", "version 1, the newest that this version knows")
     assert "superuser" in found["log"][1]
+    assert not found["size"][1].startswith("0 bytes")
     assert found["workers"] == ("ok", "0 alive, with 0 runs")
     assert found["runs"][1].startswith("2 BLOCKED, 1 COMPLETED, 1 DEAD_LETTER")
     assert "'refund'" in found["to decide"][1]

@@ -563,6 +563,7 @@ async def parked_by_an_exception_while_another_branch_works(life: AsyncLife) -> 
 
     async def program() -> Any:
         other = asyncio.create_task(beside("other", lambda: look(1)))
+        other.add_done_callback(lambda task: task.cancelled() or task.exception())  # where nobody awaits it any more
         return [await ask(2), await other]
 
     for _ in range(4):

@@ -50,6 +50,7 @@ FUNCTIONS = {
         "starts_with",
     ),
     *("unnest", "row_number", "any", "array"),
+    "pg_backend_pid",  # once for a connection: whether a pooler stands between
 }
 """What the statements of a running ledger call."""
 

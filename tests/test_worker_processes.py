@@ -278,6 +278,32 @@ def test_the_signal_after_one_that_did_not_wake_the_main_thread_ends_the_process
         assert ledger.get_run("run").owner is not None
 
 
+TAKES_OVER = """
+import os, signal, time
+import app
+
+worker = app.ledger.worker(poll_seconds=0.05)
+heard = []
+signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
+app.await_file("now")
+os.kill(os.getpid(), signal.SIGTERM)
+app.await_file("go")
+until = time.monotonic() + 1.0
+while time.monotonic() < until:
+    time.sleep(0.01)
+print(len(heard), worker.state, flush=True)
+"""
+
+
+def test_a_signal_that_the_program_has_taken_over_since_is_left_to_it(place: Place) -> None:
+    place.submit("waits", "go", "run")
+    process = place.start("-c", TAKES_OVER)
+    until(place.begun)
+    (place.folder / "now").touch()
+    (place.folder / "go").touch()
+    assert ends(process) == (0, "1 running\n", "")
+
+
 def test_a_signal_to_a_forked_child_is_none_to_its_parent(place: Place) -> None:
     place.submit("waits", "go", "run")
     process = place.start("-c", FORKS)

@@ -281,6 +281,46 @@ def test_of_branches_that_are_drained_each_finishes_its_step(bench: Bench, way: 
     assert calls == {"a1": 1, "a2": 1, "b1": 1, "b2": 1}
 
 
+def test_branches_that_are_drained_end_although_another_worker_takes_the_run_at_once(bench: Bench, way: Way) -> None:
+    """The last of them gives it back; the others must not take it for news that somebody else has it."""
+    ledger, other = bench.open(), bench.open()
+
+    def does(name: str) -> str:
+        if name == "b1":
+            ledger._leases.drain()
+        return name
+
+    tool = way.tool(ledger, does, name="tool", effect=Effect.READ)
+
+    def lane(name: str) -> Any:
+        one = yield tool(f"{name}1")
+        return [one, (yield tool(f"{name}2"))]
+
+    played = way.program(lane)
+
+    def agent(run: Run) -> Any:
+        return (yield run.gather(*[lambda name=name: played(name) for name in "abc"]))
+
+    submit(ledger, way.agent(ledger, agent, name="agent"), run_id=RUN)
+    taken: list[Any] = []
+    give_back, look = ledger._store.release, ledger._store.head
+
+    def release(*given: Any, **named: Any) -> Any:
+        done = give_back(*given, **named)
+        taken.append(other._store.claim(RUN, "another", 30.0))
+        return done
+
+    def head(run_id: str) -> Any:
+        looks.append(run_id)
+        assert len(looks) < 1000, "it looks again and again"
+        return look(run_id)
+
+    looks: list[str] = []
+    ledger._store.release, ledger._store.head = release, head  # type: ignore[method-assign]
+    assert work_once(ledger) == "waits"
+    assert len(taken) == 1
+
+
 def test_a_retry_of_a_step_is_left_to_another_worker_where_its_own_is_drained_meanwhile(bench: Bench, way: Way) -> None:
     ledger, other = bench.open(), bench.open()
 

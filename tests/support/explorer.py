@@ -353,7 +353,7 @@ def facts(history: Any) -> Any:
 
 def judge(world: World, reader: Life) -> None:
     """Hold all runs to their promises after their last life, whatever happened in between."""
-    assert world.broken == []
+    assert world.broken == [], world.broken
     assert reader.ledger.verify().findings == []
     logs = {run_id: reader.log(run_id) for run_id in reader.runs()}
     steps = {key: (run_id, step) for run_id, log in logs.items() for key, step in _by_key(log).items()}

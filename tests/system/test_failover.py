@@ -60,3 +60,16 @@ def test_what_only_the_primary_has_is_never_acknowledged(asked: str, pair: Pair)
             pair.standby.start()
         verbs[asked]()  # as soon as there is a standby
         assert ledger.verify().findings == []
+
+
+def test_no_run_is_let_go_of_before_the_standby_knows(pair: Pair) -> None:
+    with AgentRunLedger(pair.dsn(), outage_seconds=3.0, owner="one") as ledger:
+        run_id = ledger.create_run("goal", "moved")
+        head = ledger._store.head(run_id)
+        assert head is not None
+        pair.standby.kill()
+        try:
+            with pytest.raises(StoreUnavailable):  # else it could go on in two places, here behind a failover and there
+                ledger._store.move_away(run_id, head.token, "elsewhere.db")
+        finally:
+            pair.standby.start()

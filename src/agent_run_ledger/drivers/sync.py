@@ -305,8 +305,10 @@ class SyncDriver:
         return max(0.0, min(by_the_wall, end - self._clock.elapsed()))
 
     def still_rests(self, effect: Rest, seen: int, end: float, *, is_quiet: bool = False) -> bool:
-        """Whether there is nothing to do yet; then nobody need hold the run."""
-        if self.is_roused(effect, seen, end):
+        """Whether there is nothing to do yet; then nobody need hold the run. Raises `Suspended` where its program was told to end."""
+        if cast(HeldRun, effect.run).is_suspended:
+            raise Suspended  # by another of its calls: whoever has taken the run since is no news here
+        if not effect.leaves and self.is_roused(effect, seen, end):
             return False
         self.may_rest(effect, is_quiet=is_quiet)
         return True

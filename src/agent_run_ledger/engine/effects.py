@@ -147,6 +147,8 @@ class Rest(NamedTuple):
     """Unix seconds; None: only what somebody asks ends it."""
     at_most: float | None
     """Seconds that it waits in this process at the most: a clock that is set back makes no wait longer than it was meant to be."""
+    leaves: bool = False
+    """Whether it goes on for nothing that comes: it only waits for the other calls, so that its program can end."""
 
 
 class Fetch(NamedTuple):

@@ -71,8 +71,7 @@ def ended(run: LiveRun) -> dict[str, object]:
 def leave(run: LiveRun, call: Call) -> Flow[None]:
     """Begin nothing new: the program ends here, once each of its calls stands here or waits for something else."""
     while True:
-        call.heard = run.inbox
-        yield Rest(run, call, None, None)
+        yield Rest(run, call, None, None, leaves=True)
 
 
 def rest(run: LiveRun, call: Call, child: str | None) -> Flow[None]:
@@ -86,6 +85,8 @@ def rest(run: LiveRun, call: Call, child: str | None) -> Flow[None]:
         except (
             RunOwned
         ):  # somebody looks at it, or goes on with it: in the end he lets go of it, and the log says what came
+            if run.is_draining:
+                yield from leave(run, call)
             yield Wait(run, math.inf, _A_GLANCE_SECONDS)
             continue
         this = run.history.positions.get(call.position)

@@ -111,7 +111,10 @@ class _Ending:
         """Return once the first signal has come, whether its handler was called by then or not."""
         while True:
             (number,) = os.read(self._ear, 1)
-            if number in self._handlers and self.workers and not _is_exiting:
+            is_ours = (
+                number in self._handlers and signal.getsignal(number) == self._come
+            )  # the program may have taken it over since
+            if is_ours and self.workers and not _is_exiting:
                 self._is_unhandled = True
                 if self._first.acquire(blocking=False):
                     self.number = number

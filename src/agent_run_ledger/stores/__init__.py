@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Literal
@@ -36,6 +37,7 @@ def open_store(
     if is_address(name):
         store: Store = _postgres().PostgresStore(name, outage_seconds=outage_seconds, read_only=read_only)
         return store
+    _refuse_other_addresses(name)
     from agent_run_ledger.stores.sqlite import SqliteStore
 
     return SqliteStore(name, durability=durability, clock=clock, busy_seconds=busy_seconds, read_only=read_only)
@@ -46,12 +48,27 @@ def is_address(place: str) -> bool:
     return place.startswith(("postgresql://", "postgres://"))
 
 
+_OTHER_ADDRESS = re.compile(
+    r"\s*([a-z][a-z0-9+.-]+:/|(host|hostaddr|port|dbname|user|password|service)\s*=)", re.IGNORECASE
+)
+
+
+def _refuse_other_addresses(name: str) -> None:
+    """Make no file of what is meant as an address, and say nothing of it, for a password may stand in it."""
+    if _OTHER_ADDRESS.match(name):
+        raise StoreError(
+            "this is no path of a file, and no address of a PostgreSQL database as it is spelt here; nothing was opened. An address is "
+            "postgresql://user:password@host:port/database; a file that is really called so is ./ and its name."
+        )
+
+
 def diagnose(path: str | os.PathLike[str]) -> Diagnosis | ServerDiagnosis:
     """See `AgentRunLedger.diagnose`."""
     name = os.fsdecode(path)
     if is_address(name):
         found: ServerDiagnosis = _postgres().diagnose(name)
         return found
+    _refuse_other_addresses(name)
     from agent_run_ledger.stores import diagnosis
 
     return diagnosis.diagnose(name)

@@ -27,8 +27,8 @@ SELECT current_setting('server_version'), pg_is_in_recovery(), current_user::tex
 
 # With their parts and indexes, whoever owns them.
 _SIZE = b"""
-SELECT coalesce(sum(pg_total_relation_size(p.relid)), 0)::bigint
-FROM unnest(%s::text[]) AS n (name) CROSS JOIN LATERAL pg_partition_tree(to_regclass(n.name)) p
+SELECT coalesce(sum(pg_total_relation_size(coalesce(p.relid, to_regclass(n.name)))), 0)::bigint
+FROM unnest(%s::text[]) AS n (name) LEFT JOIN LATERAL pg_partition_tree(to_regclass(n.name)) p ON true
 """
 _TRIGGERS = b"""
 SELECT count(*) FROM pg_trigger

@@ -12,6 +12,7 @@ from functools import cache
 from itertools import count
 from struct import Struct
 from typing import Any
+from zlib import crc32
 
 import psycopg
 from psycopg import generators
@@ -83,7 +84,7 @@ class Link(psycopg.Connection[TupleRow]):
         if self._statements is None:
             self._statements = {}
         if (name := self._statements.get(statement)) is None:
-            name = b"written_%d" % len(self._statements)
+            name = b"written_%08x" % crc32(statement)  # what stands there by this name says the same
             places = count(1)
             self.pgconn.send_prepare(name, re.sub(rb"%[sb]", lambda _: b"$%d" % next(places), statement))
             self.wait(generators.execute(self.pgconn))

@@ -65,6 +65,11 @@ UPDATE runs SET owner = NULL, due = NULL, moved_to = %s
 WHERE run_id = %s AND fencing_token = %s AND owner IS NOT NULL AND {SYNCED}
 """.encode()
 
+# What was done by a call whose answer was lost is written once more: that commit waits until it is on the disk, and with the standby.
+_MOVED_AWAY = f"""
+UPDATE runs SET moved_to = moved_to WHERE run_id = %s AND fencing_token = %s AND moved_to = %s AND {SYNCED}
+""".encode()
+
 _GIVE_BACK = f"""
 UPDATE runs SET owner = NULL FROM unnest(%b::text[], %b::bigint[]) AS h (id, token)
 WHERE run_id = h.id AND fencing_token = h.token AND owner IS NOT NULL AND {SYNCED}
@@ -187,8 +192,7 @@ class PostgresStore:
             return link.execute(_MOVE_AWAY, (place, run_id, token, "on")).rowcount == 1
 
         def was_moved(link: Link) -> bool:
-            head = self._head(run_id, link)
-            return move(link) or (head is not None and (head.token, head.moved_to) == (token, place))
+            return move(link) or link.execute(_MOVED_AWAY, (run_id, token, place, "on")).rowcount == 1
 
         if not self._links.run(move, was_moved):
             raise RunNotFound(run_id) if self.head(run_id) is None else LeaseLost(run_id, token)
