@@ -7,6 +7,7 @@ __version__ = "0.1.0"
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from agent_run_ledger.catalogue import GenaiPrices as GenaiPrices
     from agent_run_ledger.drivers.context import StepContext as StepContext
     from agent_run_ledger.drivers.context import current_step as current_step
     from agent_run_ledger.errors import ApprovalDenied as ApprovalDenied
@@ -80,11 +81,15 @@ if TYPE_CHECKING:
     from agent_run_ledger.model import WorkerRecord as WorkerRecord
     from agent_run_ledger.pipeline import RunLedger as RunLedger
     from agent_run_ledger.pipeline import Step as Step
+    from agent_run_ledger.prices import Price as Price
+    from agent_run_ledger.prices import PriceBook as PriceBook
+    from agent_run_ledger.prices import Prices as Prices
     from agent_run_ledger.rules.canonical import register_type as register_type
     from agent_run_ledger.rules.loops import LoopDetectorPolicy as LoopDetectorPolicy
     from agent_run_ledger.rules.names import sanitize_identifier as sanitize_identifier
     from agent_run_ledger.run import Run as Run
     from agent_run_ledger.run import current_run as current_run
+    from agent_run_ledger.usage import Usage as Usage
 else:
     _HOMES = {
         "RunNotEnded": "errors",
@@ -163,6 +168,11 @@ else:
         "register_type": "rules.canonical",
         "LoopDetectorPolicy": "rules.loops",
         "sanitize_identifier": "rules.names",
+        "GenaiPrices": "catalogue",
+        "Price": "prices",
+        "PriceBook": "prices",
+        "Prices": "prices",
+        "Usage": "usage",
         "Run": "run",
         "current_run": "run",
     }
@@ -195,6 +205,7 @@ __all__ = [
     "EffectConflict",
     "Event",
     "Finding",
+    "GenaiPrices",
     "Handle",
     "IllegalTransition",
     "IntentDrift",
@@ -209,6 +220,9 @@ __all__ = [
     "PayloadTooLarge",
     "PlainDataWarning",
     "PlannedAction",
+    "Price",
+    "PriceBook",
+    "Prices",
     "ProgramEnded",
     "Receipt",
     "Reentered",
@@ -248,6 +262,7 @@ __all__ = [
     "UnorderedStep",
     "UnserialisableArguments",
     "UnserialisableOutput",
+    "Usage",
     "Verdict",
     "VerificationReport",
     "WaitTimeout",
