@@ -179,6 +179,14 @@ def test_no_text_has_more_tokens_than_the_estimate(texts: list[str], limit: int,
     assert found.tokens >= a_token_for_each_byte + 8 * len(texts) + limit * answers
 
 
+@pytest.mark.parametrize("character", ["a", "é", "漢", "\U0001f600", "\n", '"'])
+def test_long_texts_are_counted_in_bytes_and_not_in_characters(character: str) -> None:
+    text = character * 10_000
+    found = estimate(changed(COMPLETION, prompt=text))
+    assert found is not None
+    assert len(text.encode()) + 1000 <= found.tokens <= len(text.encode()) + 1400
+
+
 @each_request
 def test_the_request_may_be_one_of_the_arguments(request_: dict[str, Any]) -> None:
     alone, inside = estimate(request_, BOOK), estimate({"request": request_, "attempt": 1}, BOOK)
