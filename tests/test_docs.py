@@ -795,12 +795,24 @@ def module_table() -> str:
     """Every module with the first line of its docstring, floor by floor."""
     floors = [
         ("0 words", ["errors.py", "model.py", "contract.py"]),
-        ("1 rules", ["rules", "merkle.py"]),
+        ("1 rules", ["rules", "merkle.py", "usage.py", "prices.py"]),
         ("2 engine", ["engine"]),
         ("2 stores", ["stores"]),
         ("3 drivers", ["drivers"]),
         ("4 faces", ["ledger.py", "operator.py", "run.py", "agents.py", "settle.py", "recover.py", "pipeline.py"]),
-        ("4 faces", ["working.py", "fleet", "copying.py", "guard.py", "preflight.py", "supervisor.py", "testing"]),
+        (
+            "4 faces",
+            [
+                "working.py",
+                "fleet",
+                "copying.py",
+                "guard.py",
+                "preflight.py",
+                "supervisor.py",
+                "catalogue.py",
+                "testing",
+            ],
+        ),
         ("5 edges", ["cli", "demo", "__main__.py"]),
         ("the front door", ["__init__.py"]),
     ]

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import socket
+import subprocess
 import sys
 from decimal import Decimal, localcontext
 from typing import Any
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from agent_run_ledger import GenaiPrices, Price, PriceBook, Prices, Usage
 from agent_run_ledger.prices import cost_of
+from support.processes import environment
 from test_usage import SHAPES, WORK, Shape, gemini, usages
 
 SONNET = Price(input="3", cache_read="0.30", cache_write="3.75", long_cache_write="6", output="15")
@@ -196,6 +198,14 @@ def test_bundled_prices_know_that_long_inputs_cost_more() -> None:
 )
 def test_bundled_prices_say_none_where_they_have_no_price(usage: Usage, model: str, provider: str | None) -> None:
     assert GenaiPrices(provider).cost(usage, model) is None
+
+
+def test_bundled_prices_are_loaded_when_they_are_asked_for() -> None:
+    program = (
+        "import sys; from agent_run_ledger import GenaiPrices; assert 'genai_prices' not in sys.modules\n"
+        "GenaiPrices(); assert 'genai_prices' in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], env=environment(), check=True)
 
 
 def test_without_the_extra_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

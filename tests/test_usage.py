@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import subprocess
 import sys
 from collections import UserDict
@@ -373,7 +374,7 @@ CYCLE["usage"] = CYCLE["input_tokens"] = CYCLE["prompt_tokens_details"] = CYCLE
             "input_tokens_details": {"cached_tokens": 3},
         },
     ],
-    ids=lambda obj: str(obj)[:60],
+    ids=map(str, itertools.count(1)),
 )
 def test_what_does_not_look_like_usage_is_missing(obj: object) -> None:
     assert Usage.read(obj) is None

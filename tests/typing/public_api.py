@@ -18,12 +18,16 @@ from agent_run_ledger import (
     Effect,
     Event,
     Finding,
+    GenaiPrices,
     Handle,
     IntentDrift,
     LeaseLost,
     LedgerError,
     LoopDetectorPolicy,
     PayloadTooLarge,
+    Price,
+    PriceBook,
+    Prices,
     ReplayDivergence,
     RetryPolicy,
     Run,
@@ -47,6 +51,7 @@ from agent_run_ledger import (
     StoreFull,
     TreeHead,
     UnserialisableArguments,
+    Usage,
     Verdict,
     VerificationReport,
     Worker,
@@ -318,6 +323,21 @@ def the_rest() -> None:
     ledger = AgentRunLedger(store, clock=clock, undeclared="block", payload_limit=1_000_000)
     assert_type(ledger, AgentRunLedger)
     assert_type(store.read("october"), list[Row])
+
+
+class FlatPrice:
+    def cost(self, usage: Usage, model: str) -> Decimal | None:
+        return Decimal(usage.total_tokens) if model else None
+
+
+def usage_and_prices() -> None:
+    usage = Usage(input_tokens=1, usd=Decimal("0.1")) + Usage()
+    assert_type(usage, Usage)
+    assert_type(usage.usd, Decimal | None)
+    assert_type(Usage.read({"usage": None}), Usage | None)
+    lists: list[Prices] = [PriceBook({"m": Price(input="2.50", output=10)}), GenaiPrices("openai"), FlatPrice()]
+    for prices in lists:
+        assert_type(prices.cost(usage, "m"), Decimal | None)
 
 
 class TestMyStore(StoreContract):

@@ -192,8 +192,7 @@ def _output(request: Mapping[str, Any]) -> int | None:
     answers = [place[name] for place in _places(request) for name in _ANSWERS if place.get(name) is not None] or [1]
     if any(type(number) is not int or number < 0 for number in (*limits, *answers)):
         return None
-    most: int = max(limits)
-    return most * max(1, *answers)
+    return int(max(limits)) * max(1, *map(int, answers))
 
 
 def _tools(request: Mapping[str, Any]) -> list[Any]:
@@ -224,9 +223,12 @@ def _is_a_client_tool(tool: Any) -> bool:
     if "function_declarations" in tool or "functionDeclarations" in tool:
         return all(key in _CLIENT_TOOL_KEYS or value is None for key, value in tool.items())
     if "tools" in tool:  # Bedrock's toolConfig
-        specs = tool["tools"] or []
-        return all(isinstance(spec, Mapping) and spec.keys() <= {"toolSpec", "cachePoint"} for spec in specs)
-    return tool.get("type") in _CLIENT_TOOLS and "name" in (tool.get("function") or tool)
+        specs = tool["tools"]
+        return isinstance(specs, list | tuple) and all(
+            isinstance(spec, Mapping) and spec.keys() <= {"toolSpec", "cachePoint"} for spec in specs
+        )
+    function = tool.get("function", tool)
+    return tool.get("type") in _CLIENT_TOOLS and isinstance(function, Mapping) and "name" in function
 
 
 def _is_readable(value: Any) -> bool:
@@ -239,8 +241,8 @@ def _is_readable(value: Any) -> bool:
         return False
     kind = value.get("type")
     if kind is None and not value.keys() <= _TEXT_KEYS:
-        return _is_a_result(value)
-    if kind is not None and kind not in _TEXT_BLOCKS:
+        return False
+    if kind is not None and (type(kind) is not str or kind not in _TEXT_BLOCKS):
         return False
     return all(
         _is_a_result(part) if key in ("toolResult", "functionResponse", "function_response") else _is_readable(part)
@@ -262,10 +264,11 @@ def _is_a_result(value: Any) -> bool:
 
 
 _MOST_DEPTH = 200
+_MOST_PARTS = 10**6
 
 
 def _size(value: Any) -> int | None:
-    """At least the bytes of this as JSON text without spaces; None where it is no JSON, or nested deeper than 200."""
+    """At least the bytes of this as JSON text without spaces; None where it is no JSON, deeper than 200, or endless."""
     size, level = 0, [value]
     for _ in range(_MOST_DEPTH):
         below: list[Any] = []
@@ -287,5 +290,7 @@ def _size(value: Any) -> int | None:
                 return None
         if not below:
             return size
+        if len(below) > _MOST_PARTS:
+            return None
         level = below
     return None
