@@ -78,7 +78,7 @@ class StepContext:
             raise InvalidArguments(
                 f"record_usage() is given a usage, or usd=, and reads nothing from {type(usage).__name__}; nothing was recorded"
             )
-        if model is not None and not (isinstance(model, str) and model):
+        if model is not None and (type(model) is not str or model == ""):
             raise InvalidArguments(f"model= is the name of a model, not {model!r}; nothing was recorded")
         try:
             cost = exact_usd(usd) if usd is not None else None
