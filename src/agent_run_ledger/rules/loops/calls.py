@@ -21,7 +21,7 @@ RECENT = 6
 class Asked:
     """What is asked for: a tool and its arguments."""
 
-    __slots__ = ("_floats", "_key", "_words", "input", "text", "tool")
+    __slots__ = ("_fields", "_floats", "_key", "_words", "input", "text", "tool")
 
     def __init__(self, tool: str, input: str, text: str | None) -> None:
         self.tool = tool
@@ -30,6 +30,7 @@ class Asked:
         self.text = text
         """The canonical arguments; None where they are too long to be looked at, or erased."""
         self._key: str | None = None
+        self._fields: dict[str, str] | None = None
         self._words: dict[str, int] | None = None
         self._floats: Sequence[float] | None = None
 
@@ -43,6 +44,17 @@ class Asked:
     def is_again(self, other: Asked) -> bool:
         """Whether it is the same question."""
         return self.tool == other.tool and (self.input == other.input or self.key == other.key)
+
+    def rewords(self, other: Asked) -> bool:
+        """Whether it asks about the same in other words, and not for the next of many things."""
+        if self.text is None or other.text is None:
+            return False
+        return wording.is_reworded(self._in_fields(), other._in_fields())
+
+    def _in_fields(self) -> dict[str, str]:
+        if self._fields is None:
+            self._fields = wording.fields(self.text or "null")
+        return self._fields
 
     def likeness(self, other: Asked, embedder: Embedder | None) -> float:
         """The cosine of the two inputs: 1 for the same question, 0 for another tool or where a text is missing."""
@@ -168,8 +180,8 @@ class Call(Asked):
     def is_known_from(self, earlier: Sequence[Call]) -> bool:
         """Whether whoever has made the earlier calls learns nothing by this one.
 
-        It asks again and is answered again, if only in other words that have all been said; or another question gets an answer that is
-        known. Answers to different questions are compared within one tool, errors whatever the tool.
+        It asks again and is answered again, if only in other words that have all been said; or it asks the same tool in other words and
+        the answer is known; or it fails as another one did, whatever was asked and of whom.
         """
         if self.may_repeat:
             return False
@@ -186,7 +198,7 @@ class Call(Asked):
                     again.append(call)
             elif compares and (is_error or tool == call.tool):
                 if outcome == call.outcome or looks_closely >= 0:
-                    if not call.may_repeat and self.answers_like(call):
+                    if not call.may_repeat and self.answers_like(call) and (is_error or self.rewords(call)):
                         return True
         return len(again) > 1 and self._says_only_what_these_said(again)
 

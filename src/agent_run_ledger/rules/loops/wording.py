@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 from functools import lru_cache
 
 TYPE_CHECKING = False  # `typing` is not needed at run time, and not free to import
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
+    from typing import Any
 
 words = re.compile(r"\w+").findall
 """The words of a text: runs of letters, digits and underscores."""
@@ -56,6 +58,39 @@ def steady_arguments(text: str) -> str:
 
 def _keep_unless_volatile(field: re.Match[str]) -> str:
     return "" if is_volatile(field[1]) else field[0]
+
+
+def fields(text: str) -> dict[str, str]:
+    """The values of canonical arguments by where they stand, each as text."""
+    found: dict[str, str] = {}
+    waiting: list[tuple[str, Any]] = [("", json.loads(text))]
+    while waiting:
+        place, value = waiting.pop()
+        if isinstance(value, dict):
+            waiting.extend([(f"{place}.{name}", each) for name, each in value.items()])
+        elif isinstance(value, list):
+            waiting.extend([(f"{place}.{at}", each) for at, each in enumerate(value)])
+        else:
+            found[place] = str(value).casefold()
+    return found
+
+
+def is_reworded(one: Mapping[str, str], other: Mapping[str, str]) -> bool:
+    """Whether two questions are about the same: more than half of the words of every field that changed are in both.
+
+    What stands between spaces is a word here. So a name, a path or a number is either the same or another one, and a call for the next
+    of them is no rewording.
+    """
+    for place in one.keys() & other.keys():
+        if one[place] != other[place]:
+            mine, its = _said(one[place]), _said(other[place])
+            if 2 * len(mine & its) <= min(len(mine), len(its)):
+                return False
+    return True
+
+
+def _said(value: str) -> set[str]:
+    return {word.strip("\"'`.,;:!?()[]") for word in value.split()}
 
 
 # --- two texts side by side -------------------------------------------------------------------------------------------
