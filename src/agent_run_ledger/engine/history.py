@@ -11,9 +11,11 @@ from agent_run_ledger.contract import Row
 from agent_run_ledger.engine.account import Account
 from agent_run_ledger.errors import StoreCorrupt
 from agent_run_ledger.model import Effect, RunState
-from agent_run_ledger.rules import canonical
+from agent_run_ledger.rules import canonical, loops
 from agent_run_ledger.rules.budget import NO_LIMITS, NOTHING, Limits
-from agent_run_ledger.rules.loops import OK, Call, Rule
+from agent_run_ledger.rules.loops.breaker import Rule
+from agent_run_ledger.rules.loops.calls import ERRORS_LOOKED_AT, Asked, Call
+from agent_run_ledger.rules.loops.signs import OK
 
 _parse = json.JSONDecoder().raw_decode  # bodies have no white space around them, which is what `decode` looks for first
 _STATES = {str(state): state for state in RunState}
@@ -24,6 +26,9 @@ _ASIDES = frozenset({"asked", "answered", "waiting", "signal", "declined", "reso
 
 KEPT_BYTES = 1024
 """Arguments and outputs of more bytes are not kept in memory, but fetched where somebody needs them."""
+
+READ_BYTES = ERRORS_LOOKED_AT
+"""Arguments and outcomes of more bytes are not read with their entries: the loop rules look at no longer ones."""
 
 
 def parse(body: bytes) -> dict[str, Any]:
@@ -84,7 +89,7 @@ class StepHistory:
     __slots__ = (
         "arguments", "ask_at", "attempts", "attempts_of_code", "cause", "child", "continues", "created_at", "dependencies",
         "digest", "earlier", "effect", "environment", "fingerprint", "followed", "has_receipt", "input", "is_absent",
-        "is_asked", "is_carried", "is_doubtful", "is_known_absent", "key", "key_window", "keyed_at", "leaf", "left",
+        "is_asked", "is_carried", "is_doubtful", "is_known_absent", "is_thought", "key", "key_window", "keyed_at", "leaf", "left",
         "missed", "missed_at", "number", "order", "outcome", "position", "redispatched", "seq", "signal", "state",
         "token", "tool", "unanswered", "until", "version", "wait", "waits",
     )  # fmt: skip
@@ -109,6 +114,8 @@ class StepHistory:
         """Whether it comes from the run that this one was made from: so does its key."""
         self.continues: str | None = None
         """The position of the step that this one continues: with its key, and with the attempts that it has left."""
+        self.is_thought: bool = body.get("model", False)
+        """Whether it calls a model."""
         self.keyed_at = self.created_at
         """When the key was first sent."""
         self.attempts = 0
@@ -204,6 +211,8 @@ class StepHistory:
         if self.attempts and self.outcome is None and not self.is_known_absent:
             self.is_doubtful = True  # nobody knows how the last attempt ended
         self.is_known_absent = False
+        if self.arguments is None and self.digest is not None:
+            self.arguments = row.payload  # those of every attempt; they were let go of after the last one
         self.attempts = body["attempt"]
         if "undispatched" not in body:
             self.attempts_of_code = self.attempts_of_code + 1 if body["environment"] == self.environment else 1
@@ -269,6 +278,23 @@ class StepHistory:
         self.state = body.get("step_state", self.state)
         self.token = body["token"]
         self.version = row.seq
+
+
+def _seen(step: StepHistory, row: Row, body: dict[str, Any]) -> Call:
+    """A step and its outcome as the loop rules see them."""
+    is_error = body["ok"] != "completed"
+    return Call(
+        step.number,
+        step.tool,
+        step.input,
+        body.get("error_id") or body["payload"],
+        loops.looked_at(step.arguments),
+        loops.answered(row.payload, is_error=is_error),
+        is_error=is_error,
+        may_repeat=body.get("may_repeat", False),
+        write=None if step.effect is None else step.effect != Effect.READ,
+        is_thought=step.is_thought,
+    )
 
 
 class Signal:
@@ -364,8 +390,6 @@ class History:
         self.waiting: set[str] = set()
         """Positions of steps that wait for a retry, or for somebody to say what happened."""
         self.verdict = OK
-        self.looping: tuple[str, str] | None = None
-        """Tool and input digest of the calls that the verdict is about."""
         self._make_rule = rule
         self._rule = rule() if rule is not None else None
 
@@ -382,6 +406,10 @@ class History:
         for index, row in enumerate(rows):
             try:
                 self.absorb(row, bodies[index] if bodies is not None else parse(row.body))
+                if row.kind == "outcome":
+                    self.positions[
+                        row.position or ""
+                    ].let_go_of_long()  # read for the loop rules, which have seen it now
             except (ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
                 raise StoreCorrupt(
                     f"run {self.run_id!r}, entry {row.seq}: its body cannot be read ({type(error).__name__}: {error}). "
@@ -464,10 +492,7 @@ class History:
         if self.waiting:
             self.waiting.discard(position)
         if self._rule is not None and step.waits in (None, "child"):
-            # what may repeat is new each time, so it is no part of a loop and breaks a row of others
-            outcome = f"entry {row.seq}" if body.get("may_repeat") else body.get("error_id") or body["payload"]
-            self.verdict = self._rule.observe(Call(step.number, step.tool, step.input, outcome))
-            self.looping = (step.tool, step.input)
+            self.verdict = self._rule.observe(_seen(step, row, body))
 
     def _other(self, row: Row, body: dict[str, Any]) -> None:
         kind, position = row.kind, row.position
@@ -538,7 +563,7 @@ class History:
 
     def _begin_afresh(self, kind: str) -> None:
         """An operator lets the run go on: what stopped it counts from nothing."""
-        self.verdict, self.looping, self.cause = OK, None, None
+        self.verdict, self.cause = OK, None
         if self._make_rule is not None:
             self._rule = self._make_rule()
         if kind == "forked":
@@ -568,6 +593,12 @@ class History:
     def at_work(self, now: float) -> float:
         """Seconds in which its program was at work, if it still is."""
         return self.worked + (max(0.0, now - self.last_at) if self.state in _AT_WORK else 0.0)
+
+    def goes_on_looping(self, tool: str, salted: str, stored: bytes) -> bool:
+        """Whether a call of these arguments, of which `salted` is the digest, goes on with what the verdict is about."""
+        if self._rule is None or self.verdict.level == "ok":
+            return False
+        return self._rule.continues(Asked(tool, salted, loops.looked_at(stored)))
 
     def is_missed(self, position: str) -> bool:
         """Whether it is recorded that the program was interrupted in this call."""
