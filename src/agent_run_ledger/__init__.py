@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from agent_run_ledger.errors import ApprovalMismatch as ApprovalMismatch
     from agent_run_ledger.errors import AttemptsExhausted as AttemptsExhausted
     from agent_run_ledger.errors import BudgetExceededException as BudgetExceededException
+    from agent_run_ledger.errors import CallBlocked as CallBlocked
     from agent_run_ledger.errors import CopyRefused as CopyRefused
     from agent_run_ledger.errors import EffectConflict as EffectConflict
     from agent_run_ledger.errors import IllegalTransition as IllegalTransition
@@ -66,6 +67,7 @@ if TYPE_CHECKING:
     from agent_run_ledger.model import Effect as Effect
     from agent_run_ledger.model import Event as Event
     from agent_run_ledger.model import Finding as Finding
+    from agent_run_ledger.model import Notice as Notice
     from agent_run_ledger.model import PlannedAction as PlannedAction
     from agent_run_ledger.model import Receipt as Receipt
     from agent_run_ledger.model import RetryPolicy as RetryPolicy
@@ -110,6 +112,7 @@ else:
         "current_step": "drivers.context",
         "AttemptsExhausted": "errors",
         "BudgetExceededException": "errors",
+        "CallBlocked": "errors",
         "CopyRefused": "errors",
         "EffectConflict": "errors",
         "IllegalTransition": "errors",
@@ -152,6 +155,7 @@ else:
         "AgentRunLedger": "ledger",
         "compute_fingerprint": "ledger",
         "Budget": "model",
+        "Notice": "model",
         "Effect": "model",
         "Event": "model",
         "Finding": "model",
@@ -198,7 +202,9 @@ __all__ = [
     "ApprovalRequest",
     "AttemptsExhausted",
     "Budget",
+    "Notice",
     "BudgetExceededException",
+    "CallBlocked",
     "CopiedRun",
     "CopyRefused",
     "Effect",

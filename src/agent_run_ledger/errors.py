@@ -337,6 +337,24 @@ class RunawayLoopDetectedException(LedgerError, RuntimeError):
 RunawayLoopException = RunawayLoopDetectedException
 
 
+class CallBlocked(LedgerError, RuntimeError):
+    """The breaker refused one call because it goes on with a repetition; the run goes on. A replay is told the same.
+
+    Its text is made to be read by a model: give it to it as the call's answer. ``rule``, ``reason`` and ``evidence`` (step numbers) say why.
+    """
+
+    def __init__(self, run_id: str, tool_name: str, rule: str, reason: str, evidence: tuple[int, ...]) -> None:
+        super().__init__(
+            f"{tool_name!r} was not called: {reason} (steps {', '.join(map(str, evidence))}). Do something else; the next such call ends "
+            "the run."
+        )
+        self.run_id = run_id
+        self.tool_name = tool_name
+        self.rule = rule
+        self.reason = reason
+        self.evidence = evidence
+
+
 class BudgetExceededException(LedgerError, RuntimeError):
     """A limit of the run is spent. The call was not dispatched, the refusal is recorded, and the run is a dead letter."""
 

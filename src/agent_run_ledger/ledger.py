@@ -177,7 +177,16 @@ class Ledger(Operator):
         self._outage_seconds = outage_seconds
         self._durability = durability
         self._min_free = _min_free(min_free_bytes)
-        self._terms = (label, lease_seconds, heartbeat_seconds, limits, prices, undeclared, policy.rule)
+        self._terms = (
+            label,
+            lease_seconds,
+            heartbeat_seconds,
+            limits,
+            prices,
+            undeclared,
+            policy.rule,
+            policy.reactions,
+        )
         self._tools: dict[str, Tool] = {}
         self._stand_on(self._store, self._clock)
 

@@ -226,6 +226,21 @@ class TraceLine:
     text: str
 
 
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """Something that a program, or its model, should know. ``text`` is for a model to read, beside the answer of step ``step_number``.
+
+    ``rule`` is the loop rule that saw it, or ``"budget"``; ``evidence`` are the numbers of the steps that it is about.
+    """
+
+    step_number: int
+    position: str
+    rule: str
+    reason: str
+    evidence: tuple[int, ...]
+    text: str
+
+
 @dataclass(slots=True)
 class StepRecord:
     """One step of a run as a reader sees it. Times are Unix seconds, digests and keys lower-case hex."""

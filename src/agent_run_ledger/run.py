@@ -20,7 +20,7 @@ from agent_run_ledger.engine.effects import Flow
 from agent_run_ledger.engine.live import Branch
 from agent_run_ledger.engine.steps import step
 from agent_run_ledger.errors import InvalidArguments, LedgerError, ProgramEnded, StoreError, UnorderedStep
-from agent_run_ledger.model import Approval, Effect
+from agent_run_ledger.model import Approval, Effect, Notice
 from agent_run_ledger.rules import canonical, functions
 from agent_run_ledger.rules.names import check_name
 
@@ -101,6 +101,13 @@ class Run:
     def random(self) -> float:
         """A random number from [0, 1), recorded: a replay gets the same."""
         return cast(float, self._value("random", random()))
+
+    def notices(self) -> list[Notice]:
+        """What the ledger has to say of the calls made so far: that they repeat themselves, or that a budget is nearly used up.
+
+        Each belongs to a step, and its `text` is for the model to read beside that step's answer. A replay finds each where it was.
+        """
+        return self._held.notices
 
     def uuid4(self) -> uuid.UUID:
         """A random UUID, recorded: a replay gets the same."""

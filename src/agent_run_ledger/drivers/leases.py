@@ -7,7 +7,7 @@ import os
 import random
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import Any
@@ -136,6 +136,7 @@ class Leases:
         prices: Prices | None,
         undeclared: str,
         rule: Callable[[], Rule],
+        reactions: Mapping[str, str],
     ) -> None:
         self._store = store
         self._clock = clock
@@ -146,6 +147,7 @@ class Leases:
         self._prices = prices
         self.undeclared = undeclared
         self._rule = rule
+        self._reactions = reactions
         self.room: Room | None = None
         """What watches the disk, where somebody wants it watched."""
         self._forget()
@@ -184,7 +186,7 @@ class Leases:
                     self._runs = {key: kept for key, kept in self._runs.items() if not kept.is_settled or kept.pins}
                     self._most = max(_KEPT, 2 * len(self._runs))  # so that looking for them costs little
                 fresh = HeldRun(History(run_id, b""), self._given, self.undeclared)
-                fresh.prices = self._prices
+                fresh.prices, fresh.reactions = self._prices, self._reactions
                 run = self._runs.setdefault(run_id, fresh)
         return run
 

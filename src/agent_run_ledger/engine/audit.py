@@ -21,7 +21,9 @@ _COLUMNS: tuple[tuple[str, type, Any], ...] = (
     ("encoding", str, None),
 )  # fmt: skip
 """Each column's type, and what is taken for it where the type is another; None: the column may be empty."""
-_NO_MOVE = {"created", "value", "missed", "redispatched_undeclared", "answered", "signal", "declined", "forked"}
+_NO_MOVE = {
+    "created", "value", "missed", "redispatched_undeclared", "answered", "signal", "declined", "forked", "notice", "blocked",
+}  # fmt: skip
 _EVENTS = {
     "intent": {Event.START_STEP},
     "outcome": {Event.STEP_SUCCESS, Event.STEP_ERROR},
@@ -142,6 +144,12 @@ class Audit:
             self.history.absorb(row, body)
         except (LookupError, ValueError, TypeError, AttributeError, AssertionError) as error:
             self.found(row.seq, "body", f"the entry does not fit the log before it ({type(error).__name__}: {error})")
+            return
+        spent = self.history.account.spent.written()
+        if body.get("spent", {}) != spent:
+            self.found(
+                row.seq, "count", f"the entries say that {spent} is spent, the body says {body.get('spent', {})}"
+            )
 
     def columns(self, row: Row, body: dict[str, Any]) -> None:
         given = {
@@ -263,7 +271,7 @@ class Audit:
         else:
             self.token = token
         self.steps += row.kind == "intent" and (row.attempt == 1 or "continues" in body)
-        self.refused += row.kind == "refused"
+        self.refused += row.kind in ("refused", "blocked")
         if (body.get("steps"), body.get("refused", 0)) != (self.steps, self.refused):
             self.found(
                 row.seq, "count", f"steps and refusals are {self.steps} and {self.refused}, the body says otherwise"

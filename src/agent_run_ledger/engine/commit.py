@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from agent_run_ledger.engine import breaking
 from agent_run_ledger.engine.effects import Decision, Moment, Plan
 from agent_run_ledger.engine.live import SENT, LiveRun
 from agent_run_ledger.engine.log import PAUSES, Draft, Sealed, seal
@@ -55,7 +56,11 @@ def prepare(run: LiveRun, decisions: Sequence[Decision], moment: Moment) -> Prep
         drafts = list(drafts)
         if _honour(run, drafts):
             synced = True
-    return Prepared(plans, drafts, seal(run.history, run.token, moment.now, drafts) if drafts else [], synced)
+    sealed = seal(run.history, run.token, moment.now, drafts) if drafts else []
+    if run.gives_notice and (said := breaking.notices(run, sealed)):
+        drafts = [*drafts, *said]
+        sealed = seal(run.history, run.token, moment.now, drafts)
+    return Prepared(plans, drafts, sealed, synced)
 
 
 def _name_failures_once(before: list[Draft], drafts: list[Draft]) -> None:

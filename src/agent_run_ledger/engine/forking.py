@@ -13,7 +13,7 @@ from agent_run_ledger.errors import InvalidArguments
 from agent_run_ledger.model import Event
 from agent_run_ledger.rules import canonical
 
-_STEP_KINDS = frozenset({"intent", "waiting", "outcome", "missed", "redispatched_undeclared"})
+_STEP_KINDS = frozenset({"intent", "waiting", "outcome", "missed", "redispatched_undeclared", "notice"})
 _KEPT = ("format", "pipeline", "agent", "parent", "queue", "priority", "key")
 """What the first entry of the new run says as that of the old one did."""
 _MADE_ANEW = (
@@ -57,7 +57,7 @@ def carried(
             continue
         step = history.positions.get(row.position or "")
         is_carried = (row.kind in _STEP_KINDS and step is not None and step.number < before) or (
-            row.kind in ("value", "missed") and step is None and row.seq < until
+            row.kind in ("value", "missed", "blocked") and step is None and row.seq < until
         )
         is_carried = is_carried or (row.kind == "signal" and "of" not in body and row.seq not in taken)
         if not is_carried or "child" in body:  # a child tells of its end whom it knows of: the new run has to ask it

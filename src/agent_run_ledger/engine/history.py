@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable
+from copy import copy
 from typing import Any
 
 from agent_run_ledger import merkle
 from agent_run_ledger.contract import Row
 from agent_run_ledger.engine.account import Account
 from agent_run_ledger.errors import StoreCorrupt
-from agent_run_ledger.model import Effect, RunState
+from agent_run_ledger.model import Effect, Notice, RunState, Verdict
 from agent_run_ledger.rules import canonical, loops
 from agent_run_ledger.rules.budget import NO_LIMITS, NOTHING, Limits
 from agent_run_ledger.rules.loops.breaker import Rule
@@ -315,6 +316,22 @@ class Signal:
         self.has_approved: bool = body.get("approved", True)
 
 
+class Blocked:
+    """A call that was refused because it goes on with a repetition, by a run that goes on."""
+
+    __slots__ = ("input", "order", "position", "refusal", "tool")
+
+    def __init__(self, row: Row, body: dict[str, Any]) -> None:
+        self.position = row.position or ""
+        self.order = _order(row, body)
+        self.tool: str = body["tool"]
+        self.input: str = body["input"]
+        self.refusal: dict[str, Any] = canonical.decode(row.payload) if row.payload is not None else _ERASED
+
+
+_ERASED: dict[str, Any] = {"rule": "", "reason": "(erased)", "evidence": [], "text": "(erased)"}
+
+
 class Missed:
     """A call that was made and interrupted before anything else of it was written, by a program that went on."""
 
@@ -365,6 +382,10 @@ class History:
         self.positions: dict[str, StepHistory] = {}
         self.values: dict[str, tuple[dict[str, Any], bytes | None]] = {}
         self.missed: dict[str, Missed] = {}
+        self.blocked: dict[str, Blocked] = {}
+        self.notices: list[Notice] = []
+        self.warned = 0
+        """How often the loop that stands against the run was met with less than its end: 1 notice, 2 refusal of a call."""
         self.signals: dict[str, list[Signal]] = {}
         """What was sent to the run and no call has taken, by name, in the order in which it came."""
         self.doubts: dict[tuple[str, str], StepHistory] = {}
@@ -392,6 +413,8 @@ class History:
         self.verdict = OK
         self._make_rule = rule
         self._rule = rule() if rule is not None else None
+        self._released: Rule | None = None
+        """The memory that an operator has overruled: once more, and it counts again."""
 
     @classmethod
     def read(cls, run_id: str, secret: bytes, rows: Iterable[Row], rule: Callable[[], Rule] | None = None) -> History:
@@ -492,15 +515,52 @@ class History:
         if self.waiting:
             self.waiting.discard(position)
         if self._rule is not None and step.waits in (None, "child"):
-            self.verdict = self._rule.observe(_seen(step, row, body))
+            self._look(_seen(step, row, body))
+
+    def _look(self, call: Call) -> None:
+        assert self._rule is not None
+        self.verdict = self._rule.observe(call)
+        if self._released is not None:
+            again = self._released.observe(call)
+            if again.level != "ok" and not call.may_repeat:
+                self.verdict, self._rule = again, self._released
+            self._released = None
+        if self.verdict.level == "ok":
+            self.warned = 0
+
+    def look_ahead(self, rows: Iterable[tuple[Row, dict[str, Any]]]) -> Verdict:
+        """What the rules would say with these entries, of which some are outcomes, behind the log."""
+        kept = self.verdict, self._rule, self._released, self.warned
+        self._rule, self._released = copy(self._rule), copy(self._released)
+        try:
+            for row, body in rows:
+                step = self.positions.get(row.position or "")
+                if (
+                    row.kind == "outcome"
+                    and step is not None
+                    and step.waits in (None, "child")
+                    and "retry_at" not in body
+                ):
+                    self._look(_seen(step, row, body))
+            return self.verdict
+        finally:
+            self.verdict, self._rule, self._released, self.warned = kept
 
     def _other(self, row: Row, body: dict[str, Any]) -> None:
         kind, position = row.kind, row.position
-        if self.trailing and (kind == "forked" or (position is not None and kind in ("refused", "value", "missed"))):
+        if self.trailing and (
+            kind == "forked" or (position is not None and kind in ("refused", "blocked", "value", "missed"))
+        ):
             self._follow(body)
         if kind in _ASIDES:
             self.asides += 1
-        if kind == "value":
+        if kind == "notice":
+            self._noticed(row, body)
+        elif kind == "blocked":
+            assert position is not None
+            self.blocked[position] = Blocked(row, body)
+            self.warned = 2
+        elif kind == "value":
             assert position is not None
             self.values[position] = (body, row.payload)
         elif kind == "finished":
@@ -540,6 +600,15 @@ class History:
                 self.honoured += 1
                 self.answered.discard(self.honoured)
 
+    def _noticed(self, row: Row, body: dict[str, Any]) -> None:
+        said: dict[str, Any] = canonical.decode(row.payload) if row.payload is not None else _ERASED
+        evidence = tuple(said["evidence"])
+        self.notices.append(
+            Notice(body["step"], row.position or "", body["rule"], said["reason"], evidence, said["text"])
+        )
+        if body["rule"] != "budget":
+            self.warned = max(self.warned, 1)
+
     def _undoubted(self, step: StepHistory) -> None:
         """How this step stands is being found out, or said: no other call has to continue it."""
         if self.doubts.get((step.tool, step.input)) is step:
@@ -563,7 +632,9 @@ class History:
 
     def _begin_afresh(self, kind: str) -> None:
         """An operator lets the run go on: what stopped it counts from nothing."""
-        self.verdict, self.cause = OK, None
+        if kind == "released" and self.verdict.level != "ok":
+            self._released = self._rule
+        self.verdict, self.cause, self.warned = OK, None, 0
         if self._make_rule is not None:
             self._rule = self._make_rule()
         if kind == "forked":

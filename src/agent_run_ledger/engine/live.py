@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from agent_run_ledger.contract import Request
 from agent_run_ledger.engine.history import History, StepHistory
 from agent_run_ledger.engine.log import Draft, Sealed
 from agent_run_ledger.engine.positions import branch_of, keyed, named, within
 from agent_run_ledger.engine.turns import Turns
 from agent_run_ledger.errors import ReplayDivergence, StepInDoubt, UnorderedStep
-from agent_run_ledger.model import RetryPolicy
+from agent_run_ledger.model import Notice, RetryPolicy
 from agent_run_ledger.rules.budget import NO_LIMITS, NOTHING, Limits
 
 TYPE_CHECKING = False
@@ -63,6 +65,8 @@ class LiveRun:
         self.token = token
         self.given = given
         """What its program may use, as its ledger and its agent say; the number of steps is among it."""
+        self.reactions: Mapping[str, str] = {}
+        """With what a loop that is `suspected` or `certain` is met first."""
         self.prices: Prices | None = None
         """What tokens cost."""
         self.metered: dict[str, list[Metered]] = {}
@@ -111,6 +115,11 @@ class LiveRun:
         """What the run may use: what was said when it was made from another one goes before."""
         granted = self.history.granted
         return self.given if granted is NO_LIMITS else granted.over(self.given)
+
+    @property
+    def gives_notice(self) -> bool:
+        """Whether anything is said before it is refused."""
+        return self.limits.notice_at is not None or "notice" in self.reactions.values()
 
     @property
     def most_steps(self) -> int:
@@ -287,7 +296,9 @@ class LiveRun:
         # Entry 1 is no outcome: who has seen none has seen that one, as an interruption that is not 0 has.
         calls = [(max(1, step.order), position) for position, step in history.positions.items()]
         calls += [(missed.order, position) for position, missed in history.missed.items()]
-        given, interrupted = [], [(missed.order, position) for position, missed in history.missed.items()]
+        calls += [(blocked.order, position) for position, blocked in history.blocked.items()]
+        given = [(blocked.order, position) for position, blocked in history.blocked.items()]
+        interrupted = [(missed.order, position) for position, missed in history.missed.items()]
         for position, step in history.positions.items():
             if step.is_missed:
                 interrupted.append((step.missed or step.outcome.order if step.outcome else step.missed, position))
@@ -303,6 +314,11 @@ class LiveRun:
             self.turns.seen = history.last_outcome
         for position in list(self.made):
             self.turns.made(position)
+
+    @property
+    def notices(self) -> list[Notice]:
+        """Those that belong to calls which this program has behind it."""
+        return [notice for notice in self.history.notices if self._is_past(notice.position)]
 
     def _is_past(self, position: str) -> bool:
         """Whether this program has the call at this position, or the branches that one opened, behind it."""

@@ -74,7 +74,7 @@ def seal(history: History, token: int, at: float, drafts: Iterable[Draft]) -> li
             begun.add(position)
             waiting.discard(position or "")
             steps += attempt == 1 or "continues" in fields
-        elif kind == "refused":
+        elif kind in ("refused", "blocked"):
             refused += 1
         seq += 1
         body: dict[str, Any] = {

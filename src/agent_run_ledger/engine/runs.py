@@ -92,7 +92,7 @@ def skip_recorded(run: LiveRun) -> None:
                 return
             run.replayed += 1
             branch.hears[position] = step.attempts
-        elif position not in history.values and position not in history.missed:
+        elif position not in history.values and position not in history.missed and position not in history.blocked:
             return
         branch.take()
 

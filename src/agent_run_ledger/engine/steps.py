@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any, assert_never
 
-from agent_run_ledger.engine import admission, attempts, charging, outcomes, reconcile, recovery, waits
+from agent_run_ledger.engine import admission, attempts, breaking, charging, outcomes, reconcile, recovery, waits
 from agent_run_ledger.engine.call import Call, LeftBehind
 from agent_run_ledger.engine.deciding import insist
 from agent_run_ledger.engine.effects import AwaitLate, Commit, Fetch, Flow, GiveBack, Moment, Plan, Turn
@@ -22,8 +22,8 @@ from agent_run_ledger.errors import (
     RunClosed,
     StepInDoubt,
 )
-from agent_run_ledger.model import Effect, Event, RunState
-from agent_run_ledger.rules import budget, canonical, digests
+from agent_run_ledger.model import Effect, Event
+from agent_run_ledger.rules import budget, canonical, digests, loops
 from agent_run_ledger.rules.budget import Amount
 
 
@@ -79,6 +79,8 @@ def step(run: LiveRun, call: Call) -> Flow[Any]:
         call.branch.hears[position] = this.attempts
     if this is not None:
         this.let_go_of_long()
+    if this is None and (blocked := run.history.blocked.get(position)) is not None:
+        raise breaking.told(run, blocked)
     return outcomes.hand_out(run, call, this, payload, error)
 
 
@@ -104,7 +106,8 @@ def _given_by(run: LiveRun, position: str) -> int:
     """When the program gets what it gets of this call, in the order of hand-outs: as a rule the seq of the outcome."""
     step = run.history.positions.get(position)
     if step is None:
-        return run.history.missed[position].order
+        blocked = run.history.blocked.get(position)
+        return (blocked or run.history.missed[position]).order
     assert step.outcome is not None
     return step.missed or step.outcome.order
 
@@ -140,6 +143,11 @@ def _begin(run: LiveRun, call: Call, position: str, moment: Moment) -> Plan:
     if position in history.values:
         recorded = f"run.{history.values[position][0]['name']}()"
         return Plan(error=ReplayDivergence(run.run_id, position, recorded, repr(call.tool)))
+    if (blocked := history.blocked.get(position)) is not None:
+        if (blocked.tool, blocked.input) == (call.tool, digests.salted(history.secret, call.stored)):
+            return Plan(is_replay=True)
+        recorded, asked = f"a call of {blocked.tool!r} that was blocked", f"{call.tool!r} with these arguments"
+        return Plan(error=ReplayDivergence(run.run_id, position, recorded, asked))
     if (missed := history.missed.get(position)) is not None:
         differs = difference(run, call, missed)
         return Plan(error=differs) if differs is not None else Plan(is_replay=True)
@@ -156,9 +164,11 @@ def _begin(run: LiveRun, call: Call, position: str, moment: Moment) -> Plan:
     if doubt is not None:
         return Plan(drafts, error=doubt)
     if not call.options.may_repeat and history.goes_on_looping(call.tool, salted, call.stored):
-        verdict = history.verdict
-        event, state = _BREAKS[verdict.level]
-        refusal = {"rule": verdict.rule, "reason": verdict.reason, "evidence": list(verdict.evidence)}
+        verdict, stage = history.verdict, breaking.stage(run)
+        if stage == loops.BLOCK:
+            return Plan([*drafts, breaking.blocked(run, call, salted)])
+        event, state = breaking.ENDS[verdict.level]
+        refusal = breaking.refusal(verdict)
         error: Exception = RunawayLoopDetectedException(
             run.run_id, verdict.rule, verdict.reason, verdict.evidence, state
         )
@@ -186,12 +196,6 @@ def _begin(run: LiveRun, call: Call, position: str, moment: Moment) -> Plan:
     if call.wait is not None:
         return Plan([*drafts, intent, waits.waiting(call.wait, intent, moment)])
     return Plan([*drafts, intent], synced=False if call.options.effect is Effect.READ else None)
-
-
-_BREAKS = {
-    "certain": (Event.LOOP_DETECTED, RunState.DEAD_LETTER),
-    "suspected": (Event.LOOP_SUSPECTED, RunState.QUARANTINE),
-}
 
 
 # --- continuing -------------------------------------------------------------------------------------------------------

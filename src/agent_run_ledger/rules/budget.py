@@ -140,6 +140,16 @@ def _named(name: str, amount: Any) -> str:
     return f"{amount:,} tokens" if name == "tokens" else f"{amount:f} USD"
 
 
+def nearly_spent(limits: Limits, steps: int, spent: Amount, fraction: float) -> list[str]:
+    """A sentence for each limit of which at least this fraction is used. It says nothing that grows, so that it is said once."""
+    used = (("steps", limits.steps, steps), ("tokens", limits.tokens, spent.tokens), ("USD", limits.usd, spent.usd))
+    return [
+        f"more than {fraction:.0%} of the budget of {limit} {name} is used"
+        for name, limit, amount in used
+        if limit is not None and amount >= Decimal(repr(float(fraction))) * limit
+    ]
+
+
 def ran_for(limits: Limits, seconds: float) -> str | None:
     """Why nothing more is dispatched, or None: the run was at work for so many seconds."""
     if limits.seconds is None or seconds < limits.seconds:

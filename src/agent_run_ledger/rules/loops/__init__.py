@@ -12,8 +12,11 @@ from agent_run_ledger.rules.loops.calls import ERRORS_LOOKED_AT, LOOKED_AT, Aske
 
 TYPE_CHECKING = False  # `typing` is not needed at run time, and not free to import
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from typing import Any
+
+NOTICE, BLOCK, HALT = STAGES = ("notice", "block", "halt")
+"""What a loop is met with, one after the other as it goes on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,17 +27,28 @@ class LoopDetectorPolicy:
     turn. Calls that differ only in ids and times, or whose inputs are alike (cosine at or above `threshold`, 0 to 1) with the same answer,
     are suspected after as many, and calls from which nothing new is learnt two later. `embedder` maps the canonical text of arguments to
     a sequence of floats, always of one length and the same for the same text; without one, words are counted.
+
+    `reactions` says with what a loop that is `suspected` or `certain` is met first: `"notice"`, of which `run.notices()` tells; `"block"`,
+    which refuses the next call that goes on with it by `CallBlocked`; or `"halt"`, which ends the run (a suspected one in quarantine).
+    Each further call that goes on with it meets the next of these.
     """
 
     max_repetitions: int = 3
     threshold: float = 0.92
     embedder: Callable[[str], Sequence[float]] | None = field(default=None, kw_only=True)
+    reactions: Mapping[str, str] = field(default_factory=lambda: {"suspected": HALT, "certain": HALT}, kw_only=True)
 
     def __post_init__(self) -> None:
         if type(self.max_repetitions) is not int or self.max_repetitions < 1:
             raise ValueError(f"max_repetitions must be a whole number of at least 1, not {self.max_repetitions!r}")
         if not 0 <= self.threshold <= 1:
             raise ValueError(f"threshold must be between 0 and 1, not {self.threshold!r}")
+        given = dict(self.reactions)
+        if not given.keys() <= {"suspected", "certain"} or not all(stage in STAGES for stage in given.values()):
+            raise ValueError(
+                f"reactions say 'notice', 'block' or 'halt' for 'suspected' and for 'certain', and nothing else: {given!r}"
+            )
+        object.__setattr__(self, "reactions", {"suspected": HALT, "certain": HALT} | given)
 
     def rule(self) -> Rule:
         """A fresh rule, as a run's history is folded with."""

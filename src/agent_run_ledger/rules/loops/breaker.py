@@ -65,6 +65,13 @@ class Breaker:
         self._verdict = verdict
         return verdict
 
+    def __copy__(self) -> Breaker:
+        """Its memory as it is, to be shown what may not happen."""
+        other = Breaker(self._identical, self._signs[1:])
+        other._calls, other._steps = list(self._calls), list(self._steps)
+        other._verdict, other._found = self._verdict, self._found
+        return other
+
     def _read(self, sign: Sign, calls: Sequence[Call]) -> Verdict:
         verdict = sign.read(calls)
         if verdict.level != "ok":
