@@ -137,7 +137,7 @@ def overspent(limits: Limits, spent: Amount) -> str | None:
 
 
 def _named(name: str, amount: Any) -> str:
-    return f"{amount:,} tokens" if name == "tokens" else f"{amount:f} USD"
+    return f"{amount:,} tokens" if name == "tokens" else f"{amount.normalize():f} USD"
 
 
 def nearly_spent(limits: Limits, steps: int, spent: Amount, fraction: float) -> list[str]:
