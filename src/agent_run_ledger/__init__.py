@@ -67,6 +67,7 @@ if TYPE_CHECKING:
     from agent_run_ledger.model import Effect as Effect
     from agent_run_ledger.model import Event as Event
     from agent_run_ledger.model import Finding as Finding
+    from agent_run_ledger.model import MayRepeat as MayRepeat
     from agent_run_ledger.model import Notice as Notice
     from agent_run_ledger.model import PlannedAction as PlannedAction
     from agent_run_ledger.model import Receipt as Receipt
@@ -155,6 +156,7 @@ else:
         "AgentRunLedger": "ledger",
         "compute_fingerprint": "ledger",
         "Budget": "model",
+        "MayRepeat": "model",
         "Notice": "model",
         "Effect": "model",
         "Event": "model",
@@ -202,6 +204,7 @@ __all__ = [
     "ApprovalRequest",
     "AttemptsExhausted",
     "Budget",
+    "MayRepeat",
     "Notice",
     "BudgetExceededException",
     "CallBlocked",

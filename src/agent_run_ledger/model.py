@@ -140,6 +140,23 @@ class Budget:
             raise ValueError(f"Budget.deadline is a datetime with a time zone, not {self.deadline!r}")
 
 
+@dataclass(frozen=True, slots=True)
+class MayRepeat:
+    """How often a tool may be called with equal arguments in one run, as polling is: so many `times`, for so many `seconds` from the first.
+
+    Both are limits of what the loop rules leave alone; ``None`` is no limit.
+    """
+
+    times: int | None = None
+    seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.times is not None and (type(self.times) is not int or self.times < 1):
+            raise ValueError(f"MayRepeat.times is a whole number of at least 1, not {self.times!r}")
+        if self.seconds is not None and (type(self.seconds) not in (int, float) or not 0 < self.seconds < inf):
+            raise ValueError(f"MayRepeat.seconds is a number of seconds above 0, not {self.seconds!r}")
+
+
 def dollars(given: Decimal | int | str | float, what: str) -> Decimal:
     """An amount of US dollars above 0. Raises `ValueError`, which names `what` it was given for."""
     try:

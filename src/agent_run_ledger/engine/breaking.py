@@ -21,9 +21,26 @@ ENDS = {
 """How a run ends that is halted."""
 
 
-def stage(run: LiveRun) -> str:
+def against(run: LiveRun, call: Call, salted: str, now: float) -> Verdict | None:
+    """What stands against a call that is about to be dispatched: it goes on with a loop, or is made more often than its tool may be."""
+    history, may_repeat = run.history, call.options.may_repeat
+    if not may_repeat:
+        return history.verdict if history.goes_on_looping(call.tool, salted, call.stored) else None
+    if may_repeat is True or (call.tool, salted) not in history.repeats:
+        return None
+    often, first, since = history.repeats[call.tool, salted]
+    if may_repeat.times is not None and often >= may_repeat.times:
+        why = f"{often} times, as often as it may be"
+    elif may_repeat.seconds is not None and now - since >= may_repeat.seconds:
+        why = f"{often} times in {now - since:.1f} s, and may be for {may_repeat.seconds:g} s"
+    else:
+        return None
+    return Verdict("certain", "may_repeat", f"{call.tool!r} was called with equal arguments {why}", (first,))
+
+
+def stage(run: LiveRun, verdict: Verdict) -> str:
     """What a call that goes on with the loop is met with: what was said of it before is not said again."""
-    first = STAGES.index(run.reactions.get(run.history.verdict.level, HALT))
+    first = STAGES.index(run.reactions.get(verdict.level, HALT))
     return STAGES[min(max(first, run.history.warned), len(STAGES) - 1)]
 
 
@@ -32,9 +49,8 @@ def refusal(verdict: Verdict) -> dict[str, Any]:
     return {"rule": verdict.rule, "reason": verdict.reason, "evidence": list(verdict.evidence)}
 
 
-def blocked(run: LiveRun, call: Call, salted: str) -> Draft:
+def blocked(run: LiveRun, call: Call, salted: str, verdict: Verdict) -> Draft:
     """The entry of a call that is refused in a run that goes on. It keeps its position, and is no step."""
-    verdict = run.history.verdict
     fields = {"tool": call.tool, "rule": verdict.rule, "input": salted} | admission.follows(run, call.branch)
     fields |= admission.seen(run, call)
     return Draft("blocked", None, fields, canonical.encode(refusal(verdict)), call.position)

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple, TypedDict
 from agent_run_ledger.engine import recovery
 from agent_run_ledger.engine.live import Branch
 from agent_run_ledger.errors import InvalidArguments, UnserialisableArguments
-from agent_run_ledger.model import Effect, Receipt, RetryPolicy, dollars
+from agent_run_ledger.model import Effect, MayRepeat, Receipt, RetryPolicy, dollars
 from agent_run_ledger.rules import canonical, digests, functions
 from agent_run_ledger.rules.names import check_name
 
@@ -29,7 +29,7 @@ class Options(NamedTuple):
     returns: Any = None
     raises: tuple[type[BaseException], ...] = ()
     fatal: tuple[type[BaseException], ...] = ()
-    may_repeat: bool = False
+    may_repeat: bool | MayRepeat = False
     version: str | None = None
     kind: str = "tool"
     timeout: float | None = None
@@ -55,8 +55,8 @@ class StepOptions(TypedDict, total=False):
     """Exception classes that come through as themselves, now and at replay; others come as `StepFailed`."""
     fatal: tuple[type[BaseException], ...]
     """Exception classes that end the run as FAILED."""
-    may_repeat: bool
-    """Equal calls with an equal outcome are no loop."""
+    may_repeat: bool | MayRepeat
+    """Equal calls with an equal outcome are no loop, as often as `MayRepeat` says."""
     version: str | None
     """Stands for the tool's code: another one counts attempts afresh."""
     kind: Literal["tool", "model"]
@@ -101,6 +101,8 @@ def declared(given: StepOptions) -> Options:
         raise InvalidArguments(f"timeout= is a number of seconds, more than 0, not {options.timeout!r}")
     if options.identity is not None and not callable(options.identity):
         raise InvalidArguments(f"identity= is a function of the arguments, not {options.identity!r}")
+    if type(options.may_repeat) is not bool and not isinstance(options.may_repeat, MayRepeat):
+        raise InvalidArguments(f"may_repeat= is True, False or a MayRepeat, not {options.may_repeat!r}")
     if options.max_tokens is not None and (type(options.max_tokens) is not int or options.max_tokens < 1):
         raise InvalidArguments(f"max_tokens= is a whole number of at least 1, not {options.max_tokens!r}")
     if options.max_usd is not None:

@@ -410,6 +410,8 @@ class History:
         """Positions of steps that are dispatched and have no outcome."""
         self.waiting: set[str] = set()
         """Positions of steps that wait for a retry, or for somebody to say what happened."""
+        self.repeats: dict[tuple[str, str], tuple[int, int, float]] = {}
+        """How often a call was made that may be repeated, by tool and input; the step that was the first, and when that was."""
         self.verdict = OK
         self._make_rule = rule
         self._rule = rule() if rule is not None else None
@@ -516,6 +518,9 @@ class History:
             self.waiting.discard(position)
         if self._rule is not None and step.waits in (None, "child"):
             self._look(_seen(step, row, body))
+            if "may_repeat" in body:
+                often, first, since = self.repeats.get((step.tool, step.input), (0, step.number, step.created_at))
+                self.repeats[step.tool, step.input] = often + 1, first, since
 
     def _look(self, call: Call) -> None:
         assert self._rule is not None
@@ -632,6 +637,7 @@ class History:
 
     def _begin_afresh(self, kind: str) -> None:
         """An operator lets the run go on: what stopped it counts from nothing."""
+        self.repeats.clear()
         if kind == "released" and self.verdict.level != "ok":
             self._released = self._rule
         self.verdict, self.cause, self.warned = OK, None, 0

@@ -19,7 +19,7 @@ from agent_run_ledger.errors import (
     UnserialisableOutput,
     WaitTimeout,
 )
-from agent_run_ledger.model import Effect, Event, RunState, StepState
+from agent_run_ledger.model import Effect, Event, MayRepeat, RunState, StepState
 from agent_run_ledger.rules import backoff, canonical, digests, failures
 from agent_run_ledger.rules.classify import Classified, retry_after
 
@@ -31,7 +31,7 @@ NO_ROOM = "no room"
 """The answer to a call that the budget has room for as soon as others use less than they may."""
 
 
-def _outcome(step: StepHistory, ok: str, payload: bytes, may_repeat: bool) -> Draft:
+def _outcome(step: StepHistory, ok: str, payload: bytes, may_repeat: bool | MayRepeat) -> Draft:
     fields: dict[str, Any] = {"step": step.number, "ok": ok, "left": step.left, "step_state": StepState.FAILED}
     event = Event.STEP_ERROR
     if ok == "completed":

@@ -163,10 +163,9 @@ def _begin(run: LiveRun, call: Call, position: str, moment: Moment) -> Plan:
     drafts, doubt = admission.left_in_doubt(run, call.behind, asks)
     if doubt is not None:
         return Plan(drafts, error=doubt)
-    if not call.options.may_repeat and history.goes_on_looping(call.tool, salted, call.stored):
-        verdict, stage = history.verdict, breaking.stage(run)
-        if stage == loops.BLOCK:
-            return Plan([*drafts, breaking.blocked(run, call, salted)])
+    if (verdict := breaking.against(run, call, salted, moment.now)) is not None:
+        if breaking.stage(run, verdict) == loops.BLOCK:
+            return Plan([*drafts, breaking.blocked(run, call, salted, verdict)])
         event, state = breaking.ENDS[verdict.level]
         refusal = breaking.refusal(verdict)
         error: Exception = RunawayLoopDetectedException(
