@@ -351,6 +351,10 @@ HEALTHY: dict[str, Callable[[random.Random], Iterator[Step]]] = {
             Step("job", {}, None, f"ValueError: not yet {at}", may_repeat=True),
         )
     ),
+    "the next document in the same prompt": lambda draw: (
+        Step("classify", {"prompt": f"{' '.join(WORDS * 6)}: {' '.join(hexes(draw) for _ in range(12))}"}, "positive")
+        for _ in range(30)
+    ),
     "new errors": lambda draw: (
         Step("run", {"code": text(draw)}, None, f"NameError: {text(draw, 4)}") for at in range(30)
     ),
@@ -564,6 +568,10 @@ def test_a_value_that_is_too_long_is_equal_or_not_and_is_not_looked_at() -> None
     assert answered(b'"a\\nb"', is_error=False) == "a\nb"
     assert answered(b'{"a":1}', is_error=False) == '{"a":1}'
     assert answered(b'{"type":"KeyError","message":"x"}', is_error=True) == "KeyError: x"
+    for damaged in (b"\xff", b'"\xff"', b'"', b"[]"):
+        assert answered(damaged, is_error=True) is None
+        assert looked_at(b"\xff") is None is answered(b"\xff", is_error=False)
+    assert wording.fields("{") == {"": "{"}
     long = [Step("read", {"text": "x " * LOOKED_AT, "request_id": str(at)}, "y " * LOOKED_AT) for at in range(20)]
     assert tripped(long) is None
     assert tripped([long[0]] * 3) == 3
