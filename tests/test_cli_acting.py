@@ -102,6 +102,8 @@ class Suspicion(LoopDetectorPolicy):
         found = super().rule()
 
         class Suspected:
+            continues = found.continues
+
             def observe(self, call: Call) -> Verdict:
                 verdict = found.observe(call)
                 return verdict if verdict.level == "ok" else Verdict("suspected", *_rest(verdict))

@@ -1075,6 +1075,8 @@ class Suspicious(LoopDetectorPolicy):
         found = super().rule()
 
         class Suspects:
+            continues = found.continues
+
             def observe(self, call: loops.Call) -> Verdict:
                 said = found.observe(call)
                 return said if said.level == "ok" else Verdict("suspected", said.rule, said.reason, said.evidence)

@@ -34,7 +34,7 @@ from agent_run_ledger import (
 )
 from agent_run_ledger.model import Verdict
 from agent_run_ledger.rules import canonical
-from agent_run_ledger.rules.loops import Call, IdenticalCalls, Rule
+from agent_run_ledger.rules.loops import Call, Rule
 from support.ledgers import Bench, Tool, raising
 from support.processes import child
 from support.programs import RUN
@@ -269,12 +269,16 @@ class Suspicious(LoopDetectorPolicy):
     """What the usual policy is certain of, this one suspects."""
 
     def rule(self) -> Rule:
-        class Suspects(IdenticalCalls):
+        found = super().rule()
+
+        class Suspects:
+            continues = found.continues
+
             def observe(self, call: Call) -> Verdict:
-                seen = super().observe(call)
+                seen = found.observe(call)
                 return seen if seen.level == "ok" else Verdict("suspected", seen.rule, seen.reason, seen.evidence)
 
-        return Suspects(self.max_repetitions)
+        return Suspects()
 
 
 def test_a_run_in_quarantine_takes_nothing_until_it_is_released_and_counts_afresh_then(bench: Bench) -> None:

@@ -99,7 +99,7 @@ def test_a_loop_is_certain_exactly_when_the_last_n_calls_and_outcomes_are_equal(
             assert verdict.evidence == tuple(range(number - limit + 1, number + 1))
             assert tool in verdict.reason
         else:
-            assert (verdict.level, verdict.evidence) == ("ok", ())
+            assert verdict.rule != "identical_calls"
 
 
 def test_equal_calls_whose_errors_are_equal_are_a_loop_and_whose_errors_differ_are_none() -> None:

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from agent_run_ledger.contract import Row, Store
-from agent_run_ledger.engine.history import KEPT_BYTES, History
+from agent_run_ledger.engine.history import KEPT_BYTES, READ_BYTES, History
 from agent_run_ledger.errors import RunNotFound
 from agent_run_ledger.rules.loops import Rule
 
 _ROWS_PER_PAGE = 500
 
 
-def pages(store: Store, run_id: str, after: int = 0) -> Iterator[list[Row]]:
+def pages(store: Store, run_id: str, after: int = 0, payloads_up_to: int = KEPT_BYTES) -> Iterator[list[Row]]:
     """The entries of a run behind `after`, without the payloads that nobody keeps in memory. No transaction is held in between."""
     seen = after
-    while page := store.read(run_id, seen, limit=_ROWS_PER_PAGE, payloads_up_to=KEPT_BYTES):
+    while page := store.read(run_id, seen, limit=_ROWS_PER_PAGE, payloads_up_to=payloads_up_to):
         yield page
         if len(page) < _ROWS_PER_PAGE:
             return
@@ -32,7 +32,7 @@ def whole(store: Store, run_id: str, row: Row) -> Row:
 def read(store: Store, run_id: str, rule: Callable[[], Rule] | None = None) -> History:
     """Fold a run, without the long arguments and outputs of its steps. Raises `RunNotFound` and `StoreCorrupt`."""
     history: History | None = None
-    for page in pages(store, run_id):
+    for page in pages(store, run_id, payloads_up_to=KEPT_BYTES if rule is None else READ_BYTES):
         if history is None:
             history = History(run_id, store.secret(run_id), rule)
         history.take([row if row.kind in _FETCHED else whole(store, run_id, row) for row in page])

@@ -10,8 +10,8 @@ from agent_run_ledger import merkle
 from agent_run_ledger.contract import Row
 from agent_run_ledger.errors import StoreCorrupt
 from agent_run_ledger.model import Effect, RunState
-from agent_run_ledger.rules import canonical
-from agent_run_ledger.rules.loops import OK, Call, Rule
+from agent_run_ledger.rules import canonical, loops
+from agent_run_ledger.rules.loops import OK, Asked, Call, Rule
 
 _parse = json.JSONDecoder().raw_decode  # bodies have no white space around them, which is what `decode` looks for first
 _STATES = {str(state): state for state in RunState}
@@ -20,6 +20,9 @@ _ASIDES = frozenset({"asked", "answered", "waiting", "signal", "declined", "reso
 
 KEPT_BYTES = 1024
 """Arguments and outputs of more bytes are not kept in memory, but fetched where somebody needs them."""
+
+READ_BYTES = loops.ERRORS_LOOKED_AT
+"""Arguments and outcomes of more bytes are not read with their entries: the loop rules look at no longer ones."""
 
 
 def parse(body: bytes) -> dict[str, Any]:
@@ -80,7 +83,7 @@ class StepHistory:
     __slots__ = (
         "arguments", "ask_at", "attempts", "attempts_of_code", "cause", "child", "continues", "created_at", "dependencies",
         "digest", "earlier", "effect", "environment", "fingerprint", "followed", "has_receipt", "input", "is_absent",
-        "is_asked", "is_carried", "is_doubtful", "is_known_absent", "key", "key_window", "keyed_at", "leaf", "left",
+        "is_asked", "is_carried", "is_doubtful", "is_known_absent", "is_thought", "key", "key_window", "keyed_at", "leaf", "left",
         "missed", "missed_at", "number", "order", "outcome", "position", "redispatched", "seq", "signal", "state",
         "token", "tool", "unanswered", "until", "version", "wait", "waits",
     )  # fmt: skip
@@ -105,6 +108,8 @@ class StepHistory:
         """Whether it comes from the run that this one was made from: so does its key."""
         self.continues: str | None = None
         """The position of the step that this one continues: with its key, and with the attempts that it has left."""
+        self.is_thought: bool = body.get("model", False)
+        """Whether it calls a model."""
         self.keyed_at = self.created_at
         """When the key was first sent."""
         self.attempts = 0
@@ -267,6 +272,23 @@ class StepHistory:
         self.version = row.seq
 
 
+def _seen(step: StepHistory, row: Row, body: dict[str, Any]) -> Call:
+    """A step and its outcome as the loop rules see them."""
+    is_error = body["ok"] != "completed"
+    return Call(
+        step.number,
+        step.tool,
+        step.input,
+        body.get("error_id") or body["payload"],
+        loops.looked_at(step.arguments),
+        loops.answered(row.payload, is_error=is_error),
+        is_error=is_error,
+        may_repeat=body.get("may_repeat", False),
+        write=None if step.effect is None else step.effect != Effect.READ,
+        is_thought=step.is_thought,
+    )
+
+
 class Signal:
     """Something that was sent to a run by name and that no call has taken yet."""
 
@@ -354,8 +376,6 @@ class History:
         self.waiting: set[str] = set()
         """Positions of steps that wait for a retry, or for somebody to say what happened."""
         self.verdict = OK
-        self.looping: tuple[str, str] | None = None
-        """Tool and input digest of the calls that the verdict is about."""
         self._make_rule = rule
         self._rule = rule() if rule is not None else None
 
@@ -372,6 +392,8 @@ class History:
         for index, row in enumerate(rows):
             try:
                 self.absorb(row, bodies[index] if bodies is not None else parse(row.body))
+                if row.kind == "outcome":
+                    self.positions[row.position or ""].let_go_of_long()  # read for the loop rules, which have seen it now
             except (ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
                 raise StoreCorrupt(
                     f"run {self.run_id!r}, entry {row.seq}: its body cannot be read ({type(error).__name__}: {error}). "
@@ -445,10 +467,7 @@ class History:
         if self.waiting:
             self.waiting.discard(position)
         if self._rule is not None and step.waits in (None, "child"):
-            # what may repeat is new each time, so it is no part of a loop and breaks a row of others
-            outcome = f"entry {row.seq}" if body.get("may_repeat") else body.get("error_id") or body["payload"]
-            self.verdict = self._rule.observe(Call(step.number, step.tool, step.input, outcome))
-            self.looping = (step.tool, step.input)
+            self.verdict = self._rule.observe(_seen(step, row, body))
 
     def _other(self, row: Row, body: dict[str, Any]) -> None:
         kind, position = row.kind, row.position
@@ -519,7 +538,7 @@ class History:
 
     def _begin_afresh(self, kind: str) -> None:
         """An operator lets the run go on: what stopped it counts from nothing."""
-        self.verdict, self.looping, self.cause = OK, None, None
+        self.verdict, self.cause = OK, None
         if self._make_rule is not None:
             self._rule = self._make_rule()
         if kind == "forked":
@@ -545,6 +564,12 @@ class History:
         if state is RunState.BLOCKED or self.waiting - settled:
             return RunState.BLOCKED
         return RunState.RUNNING if running else state
+
+    def goes_on_looping(self, tool: str, salted: str, stored: bytes) -> bool:
+        """Whether a call of these arguments, of which `salted` is the digest, goes on with what the verdict is about."""
+        if self._rule is None or self.verdict.level == "ok":
+            return False
+        return self._rule.continues(Asked(tool, salted, loops.looked_at(stored)))
 
     def is_missed(self, position: str) -> bool:
         """Whether it is recorded that the program was interrupted in this call."""

@@ -99,6 +99,8 @@ def _fields(call: Call, number: int, key: str, left: int) -> dict[str, Any]:
     }
     if call.options.effect is not None:
         fields["effect"] = call.options.effect
+    if call.options.kind == "model":
+        fields["model"] = True
     if call.options.receipt is not None:
         fields["receipt"] = True
     if call.options.key_window is not None:

@@ -154,8 +154,8 @@ def _begin(run: LiveRun, call: Call, position: str, moment: Moment) -> Plan:
     drafts, doubt = admission.left_in_doubt(run, call.behind, asks)
     if doubt is not None:
         return Plan(drafts, error=doubt)
-    verdict = history.verdict
-    if verdict.level != "ok" and history.looping == (call.tool, salted) and not call.options.may_repeat:
+    if not call.options.may_repeat and history.goes_on_looping(call.tool, salted, call.stored):
+        verdict = history.verdict
         event, state = _BREAKS[verdict.level]
         refusal = {"rule": verdict.rule, "reason": verdict.reason, "evidence": list(verdict.evidence)}
         error: Exception = RunawayLoopDetectedException(

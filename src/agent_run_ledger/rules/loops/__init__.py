@@ -1,0 +1,128 @@
+"""Loop detectors: each sees the last calls and their outcomes, and says ok, suspected or certain, with its evidence."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from agent_run_ledger.model import Verdict
+from agent_run_ledger.rules import canonical, digests, failures
+from agent_run_ledger.rules.loops import signs
+from agent_run_ledger.rules.loops.breaker import Breaker, Rule
+from agent_run_ledger.rules.loops.calls import ERRORS_LOOKED_AT, LOOKED_AT, Asked, Call
+from agent_run_ledger.rules.loops.signs import OK
+
+TYPE_CHECKING = False  # `typing` is not needed at run time, and not free to import
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class LoopDetectorPolicy:
+    """When a run that repeats itself is halted.
+
+    `max_repetitions` equal calls in a row with one equal outcome are a certain loop, and so is a cycle of up to six calls after its third
+    turn. Calls that differ only in ids and times, or whose inputs are alike (cosine at or above `threshold`, 0 to 1) with the same answer,
+    are suspected after as many, and calls from which nothing new is learnt two later. `embedder` maps the canonical text of arguments to
+    a sequence of floats, always of one length and the same for the same text; without one, words are counted.
+    """
+
+    max_repetitions: int = 3
+    threshold: float = 0.92
+    embedder: Callable[[str], Sequence[float]] | None = None
+
+    def __post_init__(self) -> None:
+        if type(self.max_repetitions) is not int or self.max_repetitions < 1:
+            raise ValueError(f"max_repetitions must be a whole number of at least 1, not {self.max_repetitions!r}")
+        if not 0 <= self.threshold <= 1:
+            raise ValueError(f"threshold must be between 0 and 1, not {self.threshold!r}")
+
+    def rule(self) -> Rule:
+        """A fresh rule, as a run's history is folded with."""
+        row = max(self.max_repetitions, signs.TURNS)
+        return Breaker(
+            signs.Identical(self.max_repetitions),
+            (
+                signs.Cycle(),
+                signs.Repetition(row),
+                signs.SimilarInputs(row + 2, self.threshold, self.embedder),
+                signs.NothingNew(row + 1, self.embedder),
+            ),
+        )
+
+    def detector(self) -> Detector:
+        """A fresh detector that works without a ledger.
+
+        >>> detector = LoopDetectorPolicy(max_repetitions=2).detector()
+        >>> detector.observe("fetch", {"id": 7}, error=TimeoutError("slow")).level
+        'ok'
+        >>> detector.observe("fetch", {"id": 7}, error=TimeoutError("slow")).evidence
+        (1, 2)
+        """
+        return Detector(self.rule())
+
+
+class Detector:
+    """A policy's rules over calls that no ledger keeps, for evaluation and for loops of other makes."""
+
+    def __init__(self, rule: Rule) -> None:
+        self._rule = rule
+        self._number = 0
+
+    def observe(
+        self,
+        tool: str,
+        arguments: Any,
+        result: Any = None,
+        error: BaseException | str | None = None,
+        may_repeat: bool = False,
+        write: bool | None = None,
+    ) -> Verdict:
+        """Show one call and its outcome; the evidence counts calls from 1. `may_repeat` calls are allowed to be alike.
+
+        `write` tells whether the call changed something. A write that is made again is a loop although its answer has a new id; from a
+        call that changed nothing a new id is news.
+        """
+        self._number += 1
+        given = canonical.encode(arguments)
+        if error is None:
+            output = canonical.encode(result)
+            outcome, answer = "output " + digests.plain(output).hex(), answered(output, is_error=False)
+        else:
+            answer = error if isinstance(error, str) else failures.text(failures.describe(error))
+            outcome = "error " + answer
+        return self._rule.observe(
+            Call(
+                self._number, tool, digests.plain(given).hex(), outcome, looked_at(given), answer,
+                is_error=error is not None, may_repeat=may_repeat, write=write,
+            )  # fmt: skip
+        )
+
+    def continues(self, tool: str, arguments: Any) -> bool:
+        """Whether a next call would go on with what the last verdict is about. It is the one that a ledger refuses.
+
+        >>> detector = LoopDetectorPolicy(max_repetitions=1).detector()
+        >>> detector.observe("fetch", {"id": 7}, "nothing").level
+        'certain'
+        >>> detector.continues("fetch", {"id": 7}), detector.continues("fetch", {"id": 8})
+        (True, False)
+        """
+        given = canonical.encode(arguments)
+        return self._rule.continues(Asked(tool, digests.plain(given).hex(), looked_at(given)))
+
+
+def looked_at(arguments: bytes | None) -> str | None:
+    """Stored arguments as the rules look at them; None where they are too long, or erased."""
+    return None if arguments is None or len(arguments) > LOOKED_AT else arguments.decode()
+
+
+def answered(outcome: bytes | None, *, is_error: bool) -> str | None:
+    """A stored outcome as the rules look at it; None where it is too long, or erased.
+
+    A text as it is, an error as `Type: message`, and all else as canonical JSON.
+    """
+    if outcome is None or len(outcome) > (ERRORS_LOOKED_AT if is_error else LOOKED_AT):
+        return None
+    if is_error:
+        return failures.text(canonical.decode(outcome))
+    return str(canonical.decode(outcome)) if outcome.startswith(b'"') else outcome.decode()

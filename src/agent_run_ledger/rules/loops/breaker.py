@@ -1,0 +1,77 @@
+"""The memory of the loop rules: the last calls, what stands against the run, and whether a next call would go on with it."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from agent_run_ledger.model import Verdict
+from agent_run_ledger.rules.loops.calls import Asked, Call
+from agent_run_ledger.rules.loops.signs import OK, WINDOW, Identical
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from agent_run_ledger.rules.loops.signs import Sign
+
+
+class Rule(Protocol):
+    """What a run's history is folded with. Its memory is a function of the calls it was shown: a replayed ledger halts at the same step."""
+
+    def observe(self, call: Call) -> Verdict:
+        """What this call shows together with those before it."""
+
+    def continues(self, asked: Asked) -> bool:
+        """Whether this next call goes on with what the last verdict is about: it is the one that is refused."""
+
+
+class Breaker:
+    """Shows the last calls to every sign, the surest first. All that it knows is a function of the calls it was shown, in their order."""
+
+    def __init__(self, identical: Identical, signs: Sequence[Sign]) -> None:
+        self._identical = identical
+        """Looks at all calls, thoughts among them, and then again at the steps alone."""
+        self._signs = (identical, *signs)
+        self._room = max(WINDOW, identical.limit) + 1
+        self._calls: list[Call] = []
+        self._steps: list[Call] = []
+        """Those of the calls that are no thoughts and no notes."""
+        self._verdict = OK
+        self._found: tuple[Sign, Sequence[Call]] | None = None
+        """What the verdict is about."""
+
+    def observe(self, call: Call) -> Verdict:
+        """What this call shows together with those before it. Another attempt of the last step takes its place: all are one call."""
+        calls, steps = self._calls, self._steps
+        for known in (calls, steps):
+            if known and known[-1].number == call.number:
+                known.pop()
+            elif len(known) > self._room:
+                del known[0]
+        calls.append(call)
+        is_aside = call.is_aside
+        if not is_aside:
+            call.is_known = call.is_known_from(steps)
+            steps.append(call)
+        verdict = self._read(self._identical, calls)
+        if verdict.level == "ok" and is_aside:
+            return self._verdict  # who thinks goes on with nothing, and breaks nothing off
+        if verdict.level == "ok":
+            self._found = None
+            for sign in self._signs:
+                verdict = self._read(sign, steps)
+                if verdict.level != "ok":
+                    break
+        self._verdict = verdict
+        return verdict
+
+    def _read(self, sign: Sign, calls: Sequence[Call]) -> Verdict:
+        verdict = sign.read(calls)
+        if verdict.level != "ok":
+            evidence = set(verdict.evidence)
+            self._found = sign, [call for call in calls if call.number in evidence]
+        return verdict
+
+    def continues(self, asked: Asked) -> bool:
+        """Whether this next call goes on with what the last verdict is about."""
+        return self._found is not None and self._found[0].continues(asked, self._found[1])

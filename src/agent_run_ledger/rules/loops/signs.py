@@ -1,0 +1,200 @@
+"""The signs of a loop. Each is a function of the last calls, the newest last, and says ok, suspected or certain."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from agent_run_ledger.model import Verdict
+from agent_run_ledger.rules.loops.calls import Asked, Call
+
+TYPE_CHECKING = False  # `typing` is not needed at run time, and not free to import
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from typing import Protocol
+
+    from agent_run_ledger.rules.loops.similarity import Embedder
+
+    class Sign(Protocol):
+        """One way to see a loop: `read` says how many of the last calls are one, `continues` whether a call would be one more."""
+
+        def read(self, calls: Sequence[Call]) -> Verdict:
+            """What the last of these calls shows together with those before it."""
+
+        def continues(self, asked: Asked, evidence: Sequence[Call]) -> bool:
+            """Whether `asked`, the next call, goes on with what these calls have shown."""
+
+
+OK = Verdict()
+
+TURNS = 3
+"""After so many turns a cycle is certain."""
+LONGEST_PERIOD = 6
+PATIENCE = 2
+"""Transient errors are given so many times the calls that others are, in every rule but that of identical calls."""
+WINDOW = 2 * PATIENCE * TURNS * LONGEST_PERIOD // 2
+"""How many of the last calls are remembered, unless more identical ones are allowed: those of the longest cycle that is waited for."""
+
+
+def _patience(calls: Sequence[Call]) -> int:
+    return PATIENCE if any([call.is_transient for call in calls]) else 1
+
+
+@dataclass(frozen=True, slots=True)
+class Identical:
+    """`limit` equal calls in a row with one equal outcome are a certain loop: nothing can change by asking once more."""
+
+    limit: int
+
+    def read(self, calls: Sequence[Call]) -> Verdict:
+        last, count = calls[-1], 0
+        if last.may_repeat:
+            return OK
+        for call in reversed(calls):
+            if (call.input, call.outcome, call.tool) != (last.input, last.outcome, last.tool) or call.may_repeat:
+                break
+            count += 1
+            if count == self.limit:
+                break
+        if count < self.limit:
+            return OK
+        reason = f"{last.tool!r} was called {count} times in a row with equal arguments and an equal outcome"
+        return Verdict("certain", "identical_calls", reason, _numbers(calls[-count:]))
+
+    def continues(self, asked: Asked, evidence: Sequence[Call]) -> bool:
+        return (asked.tool, asked.input) == (evidence[-1].tool, evidence[-1].input)
+
+
+@dataclass(frozen=True, slots=True)
+class Cycle:
+    """The same two to six calls in the same order, with the same outcomes, are certain after their third turn."""
+
+    def read(self, calls: Sequence[Call]) -> Verdict:
+        for period in range(2, LONGEST_PERIOD + 1):
+            if len(calls) < TURNS * period:
+                break
+            if not calls[-1].repeats(calls[-1 - period]):
+                continue
+            turn = calls[-period:]
+            if all([call.is_again(turn[0]) for call in turn]):
+                continue  # one call again and again is what the rules of rows are for
+            length = TURNS * _patience(turn) * period
+            if len(calls) < length:
+                continue
+            if all([calls[-at].repeats(calls[-at - period]) for at in range(2, length - period + 1)]):
+                names = ", ".join([repr(call.tool) for call in turn])
+                reason = f"{names} went round {length // period} times with the same arguments and the same outcomes"
+                return Verdict("certain", "cycle", reason, _numbers(calls[-length:]))
+        return OK
+
+    def continues(self, asked: Asked, evidence: Sequence[Call]) -> bool:
+        return any([asked.is_again(call) for call in evidence])
+
+
+@dataclass(frozen=True, slots=True)
+class Repetition:
+    """`limit` calls in a row that differ only in fields which differ every time: request ids, times, the id of what was written."""
+
+    limit: int
+
+    def read(self, calls: Sequence[Call]) -> Verdict:
+        last, row = calls[-1], 1
+        while row < self.limit * PATIENCE and row < len(calls) and last.repeats(calls[-1 - row]):
+            row += 1
+        if row < self.limit or row < self.limit * _patience((last,)):
+            return OK
+        reason = f"{last.tool!r} was called {row} times with nothing between, and at most ids or times differ in what came and went"
+        return Verdict("suspected", "repetition", reason, _numbers(calls[-row:]))
+
+    def continues(self, asked: Asked, evidence: Sequence[Call]) -> bool:
+        return asked.is_again(evidence[-1])
+
+
+@dataclass(frozen=True, slots=True)
+class SimilarInputs:
+    """`limit` calls of one tool in a row whose inputs are alike, cosine at or above `threshold`, and whose answers are the same."""
+
+    limit: int
+    threshold: float
+    embedder: Embedder | None
+
+    def read(self, calls: Sequence[Call]) -> Verdict:
+        last, row = calls[-1], 1
+        if last.may_repeat:
+            return OK
+        while row < self.limit * PATIENCE and row < len(calls) and self._is_alike(calls[-row], calls[-1 - row]):
+            row += 1
+        if row < self.limit or row < self.limit * _patience((last,)) or last.is_bare or all([call.input == last.input for call in calls[-row:]]):
+            return OK
+        reason = f"{last.tool!r} was called {row} times in a row with nearly the same arguments and the same answer"
+        return Verdict("suspected", "similar_inputs", reason, _numbers(calls[-row:]))
+
+    def _is_alike(self, later: Call, earlier: Call) -> bool:
+        if later.is_like_last is None:
+            later.is_like_last = self._compare(later, earlier)
+        return later.is_like_last
+
+    def _compare(self, later: Call, earlier: Call) -> bool:
+        if later.tool != earlier.tool or earlier.may_repeat:
+            return False
+        if later.answers_like(earlier):
+            return later.likeness(earlier, self.embedder) >= self.threshold
+        if not (later.is_error and earlier.is_error):
+            return False
+        return later.likeness(earlier, self.embedder) >= self.threshold and later.complains_like(earlier)
+
+    def continues(self, asked: Asked, evidence: Sequence[Call]) -> bool:
+        return asked.likeness(evidence[-1], self.embedder) >= self.threshold
+
+
+@dataclass(frozen=True, slots=True)
+class NothingNew:
+    """`limit` steps in a row from which nothing was learnt: each asked again, or got an answer that was known already.
+
+    A bare acknowledgement of a new call tells nothing either, but the call may have changed something: it ends the row. So an
+    unchanged test after each edit is no loop.
+    """
+
+    limit: int
+    embedder: Embedder | None
+
+    def read(self, calls: Sequence[Call]) -> Verdict:
+        row, last = 0, calls[-1]
+        if not last.is_known:
+            return OK
+        needed = self.limit * _patience((last,))
+        is_one_answer = True
+        for at in range(len(calls) - 1, 0, -1):
+            call = calls[at]
+            if call.is_idle:
+                continue
+            if call.is_bare or not (call.is_known or call.is_error):
+                break
+            if not call.is_known:
+                needed += is_one_answer
+                is_one_answer = False  # what fails in a new way tells what else will not do: no progress, and no repetition
+                continue
+            row += 1
+            if is_one_answer and not call.answers_like(last):
+                is_one_answer = False
+                needed += 1  # calls that ask for different things again may be looking for one that they have lost sight of
+            if row == needed:
+                break
+        if row < needed:
+            return OK
+        evidence = calls[at - 1 :]
+        if is_one_answer:
+            rule, what = ("same_error", "failed in the same way") if last.is_error else ("same_answer", "got the same answer")
+            reason = f"{len(evidence)} calls in a row {what}, whatever their arguments"
+        else:
+            rule, reason = "nothing_new", f"the last {row} calls asked again or got answers that were known already"
+        return Verdict("suspected", rule, reason, _numbers(evidence))
+
+    def continues(self, asked: Asked, evidence: Sequence[Call]) -> bool:
+        """Whether it is as near to these calls as they are to each other."""
+        pairs = zip(evidence, evidence[1:], strict=False)
+        spread = min([one.likeness(other, self.embedder) for one, other in pairs if one.tool == other.tool], default=1.0)
+        return any([asked.tool == call.tool and asked.likeness(call, self.embedder) >= spread for call in evidence])
+
+
+def _numbers(calls: Sequence[Call]) -> tuple[int, ...]:
+    return tuple([call.number for call in calls])
