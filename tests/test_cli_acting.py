@@ -29,7 +29,8 @@ from agent_run_ledger import (
     current_run,
     current_step,
 )
-from agent_run_ledger.rules.loops import Call, Rule
+from agent_run_ledger.rules.loops.breaker import Rule
+from agent_run_ledger.rules.loops.calls import Call
 from support.ledgers import never
 from support.processes import SOURCE, child
 from support.shell import NAMES, Shell, heads, is_one_line, is_safe

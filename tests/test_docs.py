@@ -57,7 +57,9 @@ from agent_run_ledger.contract import Row
 from agent_run_ledger.engine.history import Outcome, StepHistory
 from agent_run_ledger.engine.recovery import Declaration, plan_recovery
 from agent_run_ledger.model import Event, RetryPolicy, RunState
-from agent_run_ledger.rules import lifecycle, loops
+from agent_run_ledger.rules import lifecycle
+from agent_run_ledger.rules.loops.breaker import Rule
+from agent_run_ledger.rules.loops.calls import Call
 from agent_run_ledger.stores.memory import MemoryStore
 from agent_run_ledger.testing import FakeClock
 from support.databases import databases
@@ -1071,13 +1073,13 @@ def fill_side_by_side(ledger: AgentRunLedger) -> None:
 class Suspicious(LoopDetectorPolicy):
     """Suspects what others are certain of: no rule of this version halts a run on suspicion."""
 
-    def rule(self) -> loops.Rule:
+    def rule(self) -> Rule:
         found = super().rule()
 
         class Suspects:
             continues = found.continues
 
-            def observe(self, call: loops.Call) -> Verdict:
+            def observe(self, call: Call) -> Verdict:
                 said = found.observe(call)
                 return said if said.level == "ok" else Verdict("suspected", said.rule, said.reason, said.evidence)
 

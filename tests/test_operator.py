@@ -34,7 +34,8 @@ from agent_run_ledger import (
 )
 from agent_run_ledger.model import Verdict
 from agent_run_ledger.rules import canonical
-from agent_run_ledger.rules.loops import Call, Rule
+from agent_run_ledger.rules.loops.breaker import Rule
+from agent_run_ledger.rules.loops.calls import Call
 from support.ledgers import Bench, Tool, raising
 from support.processes import child
 from support.programs import RUN

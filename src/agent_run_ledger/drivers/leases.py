@@ -32,7 +32,7 @@ from agent_run_ledger.errors import (
 )
 from agent_run_ledger.model import RunState
 from agent_run_ledger.rules import canonical
-from agent_run_ledger.rules.loops import Rule
+from agent_run_ledger.rules.loops.breaker import Rule
 from agent_run_ledger.stores.room import Room
 
 POLL_SECONDS = 0.05

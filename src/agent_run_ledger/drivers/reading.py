@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from agent_run_ledger.contract import Row, Store
 from agent_run_ledger.engine.history import KEPT_BYTES, READ_BYTES, History
 from agent_run_ledger.errors import RunNotFound
-from agent_run_ledger.rules.loops import Rule
+from agent_run_ledger.rules.loops.breaker import Rule
 
 _ROWS_PER_PAGE = 500
 

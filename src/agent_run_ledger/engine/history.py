@@ -11,7 +11,9 @@ from agent_run_ledger.contract import Row
 from agent_run_ledger.errors import StoreCorrupt
 from agent_run_ledger.model import Effect, RunState
 from agent_run_ledger.rules import canonical, loops
-from agent_run_ledger.rules.loops import OK, Asked, Call, Rule
+from agent_run_ledger.rules.loops.breaker import Rule
+from agent_run_ledger.rules.loops.calls import ERRORS_LOOKED_AT, Asked, Call
+from agent_run_ledger.rules.loops.signs import OK
 
 _parse = json.JSONDecoder().raw_decode  # bodies have no white space around them, which is what `decode` looks for first
 _STATES = {str(state): state for state in RunState}
@@ -21,7 +23,7 @@ _ASIDES = frozenset({"asked", "answered", "waiting", "signal", "declined", "reso
 KEPT_BYTES = 1024
 """Arguments and outputs of more bytes are not kept in memory, but fetched where somebody needs them."""
 
-READ_BYTES = loops.ERRORS_LOOKED_AT
+READ_BYTES = ERRORS_LOOKED_AT
 """Arguments and outcomes of more bytes are not read with their entries: the loop rules look at no longer ones."""
 
 
@@ -393,7 +395,9 @@ class History:
             try:
                 self.absorb(row, bodies[index] if bodies is not None else parse(row.body))
                 if row.kind == "outcome":
-                    self.positions[row.position or ""].let_go_of_long()  # read for the loop rules, which have seen it now
+                    self.positions[
+                        row.position or ""
+                    ].let_go_of_long()  # read for the loop rules, which have seen it now
             except (ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
                 raise StoreCorrupt(
                     f"run {self.run_id!r}, entry {row.seq}: its body cannot be read ({type(error).__name__}: {error}). "

@@ -9,7 +9,6 @@ from agent_run_ledger.rules import canonical, digests, failures
 from agent_run_ledger.rules.loops import signs
 from agent_run_ledger.rules.loops.breaker import Breaker, Rule
 from agent_run_ledger.rules.loops.calls import ERRORS_LOOKED_AT, LOOKED_AT, Asked, Call
-from agent_run_ledger.rules.loops.signs import OK
 
 TYPE_CHECKING = False  # `typing` is not needed at run time, and not free to import
 if TYPE_CHECKING:
@@ -91,12 +90,9 @@ class Detector:
         else:
             answer = error if isinstance(error, str) else failures.text(failures.describe(error))
             outcome = "error " + answer
-        return self._rule.observe(
-            Call(
-                self._number, tool, digests.plain(given).hex(), outcome, looked_at(given), answer,
-                is_error=error is not None, may_repeat=may_repeat, write=write,
-            )  # fmt: skip
-        )
+        number, question = self._number, (tool, digests.plain(given).hex())
+        call = Call(number, *question, outcome, looked_at(given), answer, error is not None, may_repeat, write)
+        return self._rule.observe(call)
 
     def continues(self, tool: str, arguments: Any) -> bool:
         """Whether a next call would go on with what the last verdict is about. It is the one that a ledger refuses.

@@ -15,13 +15,13 @@ LOOKED_AT = 4096
 ERRORS_LOOKED_AT = 16384
 """The same for errors, which are stored with their tracebacks."""
 RECENT = 6
-"""With so many of the last calls an answer is compared piece by piece; with those before them, by its digest."""
+"""So many of the last calls are compared piece by piece; those before them only where question or outcome is the same."""
 
 
 class Asked:
     """What is asked for: a tool and its arguments."""
 
-    __slots__ = ("_fields", "_floats", "_key", "_words", "input", "text", "tool")
+    __slots__ = ("_fields", "_floats", "_words", "input", "key", "text", "tool")
 
     def __init__(self, tool: str, input: str, text: str | None) -> None:
         self.tool = tool
@@ -29,17 +29,11 @@ class Asked:
         """Equal for equal arguments, such as their digest."""
         self.text = text
         """The canonical arguments; None where they are too long to be looked at, or erased."""
-        self._key: str | None = None
+        self.key = input if text is None else wording.steady_arguments(text)
+        """Equal for arguments that differ at most in case, in spaces, and in fields which, by their names, differ in every call."""
         self._fields: dict[str, str] | None = None
         self._words: dict[str, int] | None = None
         self._floats: Sequence[float] | None = None
-
-    @property
-    def key(self) -> str:
-        """Equal for arguments that differ at most in case, in spaces, and in fields which, by their names, differ in every call."""
-        if self._key is None:
-            self._key = self.input if self.text is None else wording.steady_arguments(self.text)
-        return self._key
 
     def is_again(self, other: Asked) -> bool:
         """Whether it is the same question."""
@@ -95,7 +89,6 @@ class Call(Asked):
         outcome: str,
         text: str | None = None,
         answer: str | None = None,
-        *,
         is_error: bool = False,
         may_repeat: bool = False,
         write: bool | None = None,
@@ -173,7 +166,11 @@ class Call(Asked):
 
     def complains_like(self, other: Call) -> bool:
         """Whether two errors of a tool are the same but for what each repeats of its own question."""
-        if not (self.is_error and other.is_error and self.tool == other.tool) or self.answer is None or other.answer is None:
+        if (
+            not (self.is_error and other.is_error and self.tool == other.tool)
+            or self.answer is None
+            or other.answer is None
+        ):
             return False
         return self._complains() == other._complains()
 
@@ -185,22 +182,22 @@ class Call(Asked):
         """
         if self.may_repeat:
             return False
-        tool, input, key, outcome, is_error = self.tool, self.input, self.key, self.outcome, self.is_error
+        key, outcome = self.key, self.outcome
+        long_ago = [call for call in earlier[:-RECENT] if call.outcome == outcome or call.key == key]
         again: list[Call] = []
-        looks_closely, compares = RECENT, not self.is_bare
-        for call in reversed(earlier):
-            looks_closely -= 1
-            if tool == call.tool and (input == call.input or key == call.key):
-                if outcome == call.outcome or looks_closely >= 0:
-                    if self.repeats(call):
-                        return True
-                if len(again) < _ENOUGH_SAID:
-                    again.append(call)
-            elif compares and (is_error or tool == call.tool):
-                if outcome == call.outcome or looks_closely >= 0:
-                    if not call.may_repeat and self.answers_like(call) and (is_error or self.rewords(call)):
-                        return True
-        return len(again) > 1 and self._says_only_what_these_said(again)
+        for call in reversed([*long_ago, *earlier[-RECENT:]]):
+            if self.is_again(call):
+                if self.repeats(call):
+                    return True
+                again.append(call)
+            elif (
+                (self.is_error or (self.tool == call.tool and not self.is_bare))
+                and self.answers_like(call)
+                and not call.may_repeat
+                and (self.is_error or self.rewords(call))
+            ):
+                return not self.is_bare
+        return len(again) > 1 and self._says_only_what_these_said(again[:_ENOUGH_SAID])
 
     def _says_only_what_these_said(self, again: Sequence[Call]) -> bool:
         """Two programs that write into one answer at once never give it twice in the same order."""

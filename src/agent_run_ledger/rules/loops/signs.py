@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 from agent_run_ledger.model import Verdict
 from agent_run_ledger.rules.loops.calls import Asked, Call
@@ -36,7 +37,7 @@ WINDOW = 2 * PATIENCE * TURNS * LONGEST_PERIOD // 2
 
 
 def _patience(calls: Sequence[Call]) -> int:
-    return PATIENCE if any([call.is_transient for call in calls]) else 1
+    return PATIENCE if any(call.is_transient for call in calls) else 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,19 +76,19 @@ class Cycle:
             if not calls[-1].repeats(calls[-1 - period]):
                 continue
             turn = calls[-period:]
-            if all([call.is_again(turn[0]) for call in turn]):
+            if all(call.is_again(turn[0]) for call in turn):
                 continue  # one call again and again is what the rules of rows are for
             length = TURNS * _patience(turn) * period
             if len(calls) < length:
                 continue
-            if all([calls[-at].repeats(calls[-at - period]) for at in range(2, length - period + 1)]):
+            if all(calls[-at].repeats(calls[-at - period]) for at in range(2, length - period + 1)):
                 names = ", ".join([repr(call.tool) for call in turn])
                 reason = f"{names} went round {length // period} times with the same arguments and the same outcomes"
                 return Verdict("certain", "cycle", reason, _numbers(calls[-length:]))
         return OK
 
     def continues(self, asked: Asked, evidence: Sequence[Call]) -> bool:
-        return any([asked.is_again(call) for call in evidence])
+        return any(asked.is_again(call) for call in evidence)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +124,12 @@ class SimilarInputs:
             return OK
         while row < self.limit * PATIENCE and row < len(calls) and self._is_alike(calls[-row], calls[-1 - row]):
             row += 1
-        if row < self.limit or row < self.limit * _patience((last,)) or last.is_bare or all([call.input == last.input for call in calls[-row:]]):
+        if (
+            row < self.limit
+            or row < self.limit * _patience((last,))
+            or last.is_bare
+            or all(call.input == last.input for call in calls[-row:])
+        ):
             return OK
         reason = f"{last.tool!r} was called {row} times in a row with nearly the same arguments and the same answer"
         return Verdict("suspected", "similar_inputs", reason, _numbers(calls[-row:]))
@@ -171,19 +177,25 @@ class NothingNew:
                 break
             if not call.is_known:
                 needed += is_one_answer
-                is_one_answer = False  # what fails in a new way tells what else will not do: no progress, and no repetition
+                is_one_answer = (
+                    False  # what fails in a new way tells what else will not do: no progress, and no repetition
+                )
                 continue
             row += 1
             if is_one_answer and not call.answers_like(last):
                 is_one_answer = False
-                needed += 1  # calls that ask for different things again may be looking for one that they have lost sight of
+                needed += (
+                    1  # calls that ask for different things again may be looking for one that they have lost sight of
+                )
             if row == needed:
                 break
         if row < needed:
             return OK
         evidence = calls[at - 1 :]
         if is_one_answer:
-            rule, what = ("same_error", "failed in the same way") if last.is_error else ("same_answer", "got the same answer")
+            rule, what = (
+                ("same_error", "failed in the same way") if last.is_error else ("same_answer", "got the same answer")
+            )
             reason = f"{len(evidence)} calls in a row {what}, whatever their arguments"
         else:
             rule, reason = "nothing_new", f"the last {row} calls asked again or got answers that were known already"
@@ -191,9 +203,11 @@ class NothingNew:
 
     def continues(self, asked: Asked, evidence: Sequence[Call]) -> bool:
         """Whether it is as near to these calls as they are to each other."""
-        pairs = zip(evidence, evidence[1:], strict=False)
-        spread = min([one.likeness(other, self.embedder) for one, other in pairs if one.tool == other.tool], default=1.0)
-        return any([asked.tool == call.tool and asked.likeness(call, self.embedder) >= spread for call in evidence])
+        pairs = pairwise(evidence)
+        spread = min(
+            [one.likeness(other, self.embedder) for one, other in pairs if one.tool == other.tool], default=1.0
+        )
+        return any(asked.tool == call.tool and asked.likeness(call, self.embedder) >= spread for call in evidence)
 
 
 def _numbers(calls: Sequence[Call]) -> tuple[int, ...]:

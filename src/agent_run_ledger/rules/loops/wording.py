@@ -31,7 +31,9 @@ _IN_A_SENTENCE = frozenset({"request", "req", "trace", "id", "line", "attempt", 
 @lru_cache(maxsize=1024)
 def is_volatile(name: str) -> bool:
     """Whether a field of this name tells one call from the next and nothing else. Values are never looked at."""
-    return _VOLATILE.fullmatch(name) is not None or (name[-2:] in ("At", "Id") and is_volatile(f"{name[:-2]}_{name[-2:]}"))
+    return _VOLATILE.fullmatch(name) is not None or (
+        name[-2:] in ("At", "Id") and is_volatile(f"{name[:-2]}_{name[-2:]}")
+    )
 
 
 @lru_cache(maxsize=1024)
@@ -162,14 +164,19 @@ def is_error_text(text: str) -> bool:
 
 _LONGEST_THANKS = 160
 _THANKS = frozenset(
-    "a all an and been code exit for from has have in is it item message none null of ok okay on output response result returncode"
-    " row rows sent set stderr stdout status success successful successfully succeeded the this to true was were with written you"
-    " your done 0 1 200 201 202 204".split()
-)
+    {
+        "a", "all", "an", "and", "been", "code", "exit", "for", "from", "has", "have", "in", "is", "it", "item", "message", "none", "null",
+        "of", "ok", "okay", "on", "output", "response", "result", "returncode", "row", "rows", "sent", "set", "stderr", "stdout", "status",
+        "success", "successful", "successfully", "succeeded", "the", "this", "to", "true", "was", "were", "with", "written", "you", "your",
+        "done", "0", "1", "200", "201", "202", "204",
+    }
+)  # fmt: skip
 _REFUSALS = frozenset(
-    "cannot couldn denied doesn error expired failed failure incomplete invalid missing no not pending refused rejected unable"
-    " unknown".split()
-)
+    {
+        "cannot", "couldn", "denied", "doesn", "error", "expired", "failed", "failure", "incomplete", "invalid", "missing", "no", "not",
+        "pending", "refused", "rejected", "unable", "unknown",
+    }
+)  # fmt: skip
 
 
 def is_bare(text: str, asked: str) -> bool:
@@ -192,7 +199,9 @@ def is_bare(text: str, asked: str) -> bool:
     return len(left) < len(said) and new <= len(said) // 4 and new < len(left)
 
 
-_ASIDE = frozenset({"thought", "thoughts", "thinking", "think", "reasoning", "reflection", "note", "notes", "scratchpad", "plan"})
+_ASIDE = frozenset(
+    {"thought", "thoughts", "thinking", "think", "reasoning", "reflection", "note", "notes", "scratchpad", "plan"}
+)
 _LONGEST_ASIDE = 2 + max(map(len, _ASIDE)) + 1
 _KEYS = re.compile(r'"((?:[^"\\]|\\.)*)":')
 

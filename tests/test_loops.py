@@ -1,0 +1,648 @@
+"""The breaker's eye: which runs of calls are loops, which only look like some, and what is remembered to tell."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agent_run_ledger import AgentRunLedger, Effect, LoopDetectorPolicy, RunawayLoopDetectedException
+from agent_run_ledger.model import Verdict
+from agent_run_ledger.rules.loops import Detector, answered, looked_at, wording
+from agent_run_ledger.rules.loops.calls import LOOKED_AT, Asked, Call
+from agent_run_ledger.rules.loops.signs import LONGEST_PERIOD, TURNS, WINDOW
+
+WORDS = [
+    "amber", "basin", "cedar", "delta", "ember", "fjord", "grove", "heron", "inlet", "jetty", "kettle", "lagoon", "meadow", "nectar",
+    "orchard", "pebble", "quarry", "ridge", "saddle", "timber", "umber", "valley", "willow", "yarrow", "zephyr", "anchor", "bridge",
+]  # fmt: skip
+
+
+class Step(NamedTuple):
+    tool: str
+    arguments: Any
+    result: Any = None
+    error: str | None = None
+    may_repeat: bool = False
+    write: bool | None = None
+
+
+def verdicts(steps: Sequence[Step], policy: LoopDetectorPolicy | None = None) -> list[Verdict]:
+    detector = (policy or LoopDetectorPolicy()).detector()
+    return [detector.observe(*step) for step in steps]
+
+
+def tripped(steps: Sequence[Step], policy: LoopDetectorPolicy | None = None) -> int | None:
+    """The number of the first step after which a verdict is not ok."""
+    return next((number for number, said in enumerate(verdicts(steps, policy), 1) if said.level != "ok"), None)
+
+
+# --- loops ------------------------------------------------------------------------------------------------------------
+
+
+class Kind(NamedTuple):
+    name: str
+    make: Callable[[random.Random, int], Step]
+    """The step at a place of the loop, from 0."""
+    by: int
+    """The step after which it has tripped at the latest."""
+
+
+def text(draw: random.Random, count: int = 12) -> str:
+    return " ".join(draw.choices(WORDS, k=count))
+
+
+def hexes(draw: random.Random) -> str:
+    return f"{draw.getrandbits(64):016x}"
+
+
+def clock(at: int) -> str:
+    return f"2031-05-04T10:{at // 60:02}:{at % 60:02}Z"
+
+
+ROUTE = (
+    "find the ferry",
+    "where does the ferry go",
+    "the ferry: timetable",
+    "ferry the find",
+    "tell me of the ferry now",
+    "the ferry (all)",
+)
+STUBBORN = "PermissionError: the harbour register is locked"
+
+LOOPS = [
+    Kind("one call", lambda draw, at: Step("berth", {"pier": 4}, {"free": 0, "names": ["a", "b"]}), 3),
+    Kind("one failing call", lambda draw, at: Step("berth", {"pier": 4}, None, STUBBORN), 3),
+    Kind(
+        "one call that times out",
+        lambda draw, at: Step("berth", {"pier": 4}, None, "TimeoutError: no answer in 30 s"),
+        3,
+    ),
+    Kind(
+        "a request id",
+        lambda draw, at: Step("berth", {"pier": 4, "request_id": hexes(draw)}, "no berth is free today"),
+        3,
+    ),
+    Kind(
+        "a camel-cased time",
+        lambda draw, at: Step("berth", {"pier": 4, "sentAt": clock(at)}, "no berth is free today"),
+        3,
+    ),
+    Kind(
+        "ids and times on both sides",
+        lambda draw, at: Step(
+            "berth",
+            {"pier": 4, "nonce": hexes(draw)},
+            json.dumps(
+                {"trace_id": hexes(draw), "served_at": clock(at), "elapsed_ms": draw.randint(100, 999), "berths": []}
+            ),
+        ),
+        3,
+    ),
+    Kind(
+        "lines with a timestamp",
+        lambda draw, at: Step("log", {}, f"level: low\ntimestamp: 2031-05-04 10:00:{at:02}\npumps: 3\n"),
+        3,
+    ),
+    Kind(
+        "case and spaces",
+        lambda draw, at: Step("find", {"q": ("The Ferry", "the  ferry", "THE ferry")[at % 3]}, "not in the book"),
+        3,
+    ),
+    Kind(
+        "a write that is made again",
+        lambda draw, at: Step(
+            "book",
+            {"to": "Wells", "seats": 2},
+            {"booking_id": 100 + at, "created_at": clock(at), "to": "Wells", "seats": 2},
+        ),
+        3,
+    ),
+    Kind(
+        "a declared write that answers with an id alone",
+        lambda draw, at: Step("book", {"to": "Wells", "seats": 2}, {"id": 100 + at}, write=True),
+        3,
+    ),
+    Kind(
+        "two in turn",
+        lambda draw, at: Step(*(("look", {}, "a grey door"), ("push", {"what": "door"}, "it is shut"))[at % 2]),
+        6,
+    ),
+    *[
+        Kind(
+            f"{period} in turn",
+            lambda draw, at, period=period: Step(
+                f"room {at % period}", {"n": at % period}, f"a room with {at % period} doors"
+            ),  # type: ignore[misc]
+            3 * period,
+        )
+        for period in range(3, 7)
+    ],
+    Kind(
+        "three in turn, with times",
+        lambda draw, at: Step(
+            f"room {at % 3}", {}, json.dumps({"ts": clock(at), "data": f"a room with {at % 3} doors"})
+        ),
+        9,
+    ),
+    Kind(
+        "two that acknowledge",
+        lambda draw, at: Step(*(("lock", {"door": 1}, "OK"), ("unlock", {"door": 1}, "OK"))[at % 2]),
+        6,
+    ),
+    Kind(
+        "one error, other arguments",
+        lambda draw, at: Step("register", {draw.choice(WORDS): text(draw, 3)}, None, STUBBORN),
+        5,
+    ),
+    Kind(
+        "one error, with ids in it",
+        lambda draw, at: Step(
+            "register",
+            {draw.choice(WORDS): text(draw, 3)},
+            None,
+            f"{STUBBORN} (request {hexes(draw)[:9]}7, line {draw.randint(10, 99)})",
+        ),
+        5,
+    ),
+    Kind(
+        "one error of several tools",
+        lambda draw, at: Step(draw.choice(WORDS), {"what": text(draw, 3)}, None, STUBBORN),
+        5,
+    ),
+    Kind(
+        "an error that echoes",
+        lambda draw, at: Step(
+            "ledger",
+            {"sql": f"select name from boats where harbour = 'Wells' and tide > 3 order by c{at}"},
+            None,
+            f"Error: no column c{at}",
+        ),
+        5,
+    ),
+    Kind(
+        "an error that is returned",
+        lambda draw, at: Step("register", {"x": text(draw, 3)}, {"error": "the register is locked"}),
+        5,
+    ),
+    Kind("other words, no answer", lambda draw, at: Step("find", {"query": ROUTE[at % len(ROUTE)]}, "[]"), 6),
+    Kind(
+        "a growing text",
+        lambda draw, at: Step(
+            "draft", {"prompt": " Also say more on tides.".join(["Write of Wells."] * (at + 1))}, "Rejected."
+        ),
+        5,
+    ),
+    Kind(
+        "thoughts between",
+        lambda draw, at: (
+            Step("think", {"thought": text(draw)}, "")
+            if at % 2
+            else Step("berth", {"pier": 4}, "no berth is free today")
+        ),
+        5,
+    ),
+    Kind(
+        "wandering in one house",
+        lambda draw, at: Step(
+            "enter", {"room": (room := draw.randint(0, 4))}, f"room {room}: a table and {room} chairs"
+        ),
+        16,
+    ),
+    Kind(
+        "lines in any order",
+        lambda draw, at: Step(
+            "scan", {"net": 7}, "\n".join(draw.sample(["eel: down", "bass: down", "cod: no route to it"], k=3))
+        ),
+        9,
+    ),
+]
+
+
+@pytest.mark.parametrize("kind", LOOPS, ids=[kind.name for kind in LOOPS])
+@pytest.mark.parametrize("seed", range(5))
+def test_a_loop_is_seen(kind: Kind, seed: int) -> None:
+    draw = random.Random(seed)
+    before = [Step("start", {"n": number}, f"{text(draw)} {number}") for number in range(seed)]
+    steps = before + [kind.make(draw, at) for at in range(30)]
+    number = tripped(steps)
+    assert number is not None
+    assert seed < number <= seed + kind.by
+    said = verdicts(steps)[number - 1]
+    assert said.reason
+    assert said.rule
+    assert 1 < len(said.evidence) <= said.evidence[-1] <= number
+
+
+def test_the_verdict_says_how_sure_it_is() -> None:
+    draw = random.Random(1)
+    sure = {kind.name: verdicts([kind.make(draw, at) for at in range(kind.by)])[-1] for kind in LOOPS}
+    assert (sure["one call"].level, sure["one call"].rule) == ("certain", "identical_calls")
+    assert (sure["two in turn"].level, sure["two in turn"].rule) == ("certain", "cycle")
+    assert (sure["a request id"].level, sure["a request id"].rule) == ("suspected", "repetition")
+    assert (sure["an error that echoes"].level, sure["an error that echoes"].rule) == ("suspected", "similar_inputs")
+    assert (sure["one error of several tools"].level, sure["one error of several tools"].rule) == (
+        "suspected",
+        "same_error",
+    )
+    assert (sure["a growing text"].level, sure["a growing text"].rule) == ("suspected", "same_answer")
+
+
+# --- what only looks like one -----------------------------------------------------------------------------------------
+
+HEALTHY: dict[str, Callable[[random.Random], Iterator[Step]]] = {
+    "pages": lambda draw: (Step("list", {"of": "boats", "offset": 20 * at}, text(draw)) for at in range(30)),
+    "one after the other": lambda draw: (
+        Step("boat", {"boat_id": f"B{at}"}, {"boat_id": f"B{at}", "state": "moored"}) for at in range(30)
+    ),
+    "the same state of each": lambda draw: (
+        Step("in_stock", {"item": f"rope-{at}"}, {"in_stock": True}) for at in range(30)
+    ),
+    "nothing in any of them": lambda draw: (Step("search", {"path": f"src/{word}.txt"}, []) for word in WORDS),
+    "the same number of each": lambda draw: (Step("count", {"path": f"src/{word}.txt"}, 0) for word in WORDS),
+    "acknowledged": lambda draw: (
+        Step("label", {"boat": at}, draw.choice(["OK", None, "", {"status": "ok"}])) for at in range(30)
+    ),
+    "acknowledged in a sentence": lambda draw: (
+        Step("remove", {"letter_id": str(at)}, f"Letter with id {at} removed successfully.") for at in range(30)
+    ),
+    "polled, and it moves": lambda draw: (
+        Step("job", {"id": 7}, {"state": "running", "percent": at}) for at in range(30)
+    ),
+    "polled, and it is declared": lambda draw: (
+        Step("job", {"id": 7}, {"state": "running"}, may_repeat=True) for at in range(30)
+    ),
+    "the next of a queue": lambda draw: (Step("take", {}, {"job_id": at}) for at in range(30)),
+    "what is read has new ids": lambda draw: (
+        Step("latest", {"box": "in"}, {"letter_id": at, "from": "Wells", "about": "tides"}, write=False)
+        for at in range(30)
+    ),
+    "tested between edits": lambda draw: (
+        step
+        for at in range(15)
+        for step in (
+            Step("edit", {"path": "tide.py", "patch": text(draw)}, "OK"),
+            Step("test", {}, "1 failed, 20 passed"),
+        )
+    ),
+    "tested and linted between edits": lambda draw: (
+        step
+        for at in range(10)
+        for step in (
+            Step("edit", {"path": "tide.py", "patch": text(draw)}, ""),
+            Step("test", {}, "1 failed, 20 passed"),
+            Step("lint", {}, "2 findings in tide.py"),
+        )
+    ),
+    "one call fails twice": lambda draw: iter(
+        [Step("berth", {"pier": 4}, None, STUBBORN)] * 2 + [Step("berth", {"pier": 4}, "free")]
+    ),
+    "a busy server": lambda draw: (
+        Step("boat", {"boat": at}, None, "HTTP 503: Service Unavailable")
+        if at % 8
+        else Step("boat", {"boat": at}, f"moored at {at}")
+        for at in range(40)
+    ),
+    "three spellings of a date": lambda draw: iter(
+        [
+            Step(
+                "plan", {"what": "tide", "where": "Wells", "when": when}, None, "ValueError: when has the wrong format"
+            )
+            for when in ("2031-05-04 10:00:00", "2031-05-04T10:00:00", "2031-05-04T10:00:00Z")
+        ]
+        + [Step("plan", {"what": "tide", "where": "Wells", "when": "2031-05-04 10:00"}, {"id": 4})]
+    ),
+    "empty, empty, found": lambda draw: iter(
+        [Step("find", {"query": query}, "[]") for query in ROUTE[:3]]
+        + [Step("find", {"query": "boats"}, ["Anna", "Berta"])]
+    ),
+    "new errors": lambda draw: (
+        Step("run", {"code": text(draw)}, None, f"NameError: {text(draw, 4)}") for at in range(30)
+    ),
+    "looked at again after a change": lambda draw: (
+        step
+        for at in range(10)
+        for step in (
+            Step("write", {"path": "log.txt", "text": text(draw)}, None),
+            Step("read", {"path": "notes.txt"}, "rope, tar, oil"),
+        )
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", HEALTHY)
+@pytest.mark.parametrize("seed", range(5))
+def test_what_only_looks_like_a_loop_is_none(kind: str, seed: int) -> None:
+    assert tripped(list(HEALTHY[kind](random.Random(seed)))) is None
+
+
+# --- limits and settings ----------------------------------------------------------------------------------------------
+
+
+@given(
+    st.integers(1, 60),
+    st.sampled_from(["free", "", None, {"id": 4}]),
+    st.sampled_from([None, "TimeoutError: late", "KeyError: 'x'"]),
+)
+def test_identical_calls_are_never_halted_before_the_limit_and_always_at_it(
+    limit: int, result: Any, error: str | None
+) -> None:
+    policy = LoopDetectorPolicy(max_repetitions=limit)
+    said = verdicts([Step("berth", {"pier": 4}, result, error)] * limit, policy)
+    assert {each.level for each in said[:-1]} <= {"ok"}
+    assert (said[-1].level, said[-1].rule, said[-1].evidence) == (
+        "certain",
+        "identical_calls",
+        tuple(range(1, limit + 1)),
+    )
+
+
+@given(st.integers(2, LONGEST_PERIOD), st.integers(2, 100), st.integers(0, 40))
+def test_a_cycle_is_certain_after_its_third_turn(period: int, limit: int, before: int) -> None:
+    steps = [Step("start", {"n": at}, f"new {at}") for at in range(before)]
+    steps += [Step("room", {"n": at % period}, f"a room with {at % period} doors") for at in range(TURNS * period)]
+    last = verdicts(steps, LoopDetectorPolicy(max_repetitions=limit))[-1]
+    assert (last.level, last.rule) == ("certain", "cycle")
+    assert last.evidence == tuple(range(before + 1, before + TURNS * period + 1))
+
+
+def test_what_fails_for_a_while_is_given_twice_the_time() -> None:
+    def failing(error: str) -> int | None:
+        return tripped([Step("boat", {"boat": f"B{at}"}, None, error) for at in range(20)])
+
+    assert failing("KeyError: 'tide'") == 5
+    assert failing("HTTP 429: too many requests") == failing("TimeoutError: no answer in 30 s") == 9
+
+
+def test_more_repetitions_are_more_patience_in_every_rule_of_rows() -> None:
+    patient = LoopDetectorPolicy(max_repetitions=6)
+    for kind in LOOPS:
+        steps = [kind.make(random.Random(3), at) for at in range(40)]
+        usual, late = tripped(steps), tripped(steps, patient)
+        assert usual is not None
+        assert late is not None
+        assert late >= usual, kind.name
+
+
+def test_the_threshold_says_from_where_on_inputs_are_alike() -> None:
+    long = " ".join(WORDS)
+    steps = [Step("score", {"text": long, "by": word}, "3 of 5, but too long") for word in WORDS[:8]]
+    assert verdicts(steps)[4].rule == "similar_inputs"
+    assert tripped(steps, LoopDetectorPolicy(threshold=0.999)) is None
+
+
+def test_an_embedder_says_how_alike_inputs_are() -> None:
+    asked: list[str] = []
+
+    def embed(text: str) -> Sequence[float]:
+        asked.append(text)
+        return [1.0, float("tide" in text)]
+
+    steps = [Step("ask", {"q": f"{word} tide"}, "who knows: it is all the same") for word in WORDS[:8]]
+    assert tripped(steps) is None
+    assert tripped(steps, LoopDetectorPolicy(embedder=embed)) == 5
+    assert asked[0] == '{"q":"basin tide"}'
+
+
+def test_an_embedder_whose_vectors_differ_in_length_is_an_error() -> None:
+    policy = LoopDetectorPolicy(embedder=lambda text: [1.0] * len(text))
+    with pytest.raises(ValueError, match="vectors of"):
+        verdicts([Step("ask", {"q": word}, "the same") for word in ("a", "ab", "abc")], policy)
+
+
+# --- what goes on with a loop -----------------------------------------------------------------------------------------
+
+
+def looping(kind: str) -> Detector:
+    """A detector that has just seen this loop."""
+    (found,) = [each for each in LOOPS if each.name == kind]
+    detector, draw = LoopDetectorPolicy().detector(), random.Random(1)
+    for at in range(found.by):
+        said = detector.observe(*found.make(draw, at))
+    assert said.level != "ok"
+    return detector
+
+
+def test_only_a_call_that_goes_on_with_the_loop_is_refused() -> None:
+    for kind, goes_on, leaves in [
+        ("one call", ("berth", {"pier": 4}), ("berth", {"pier": 5})),
+        ("one call", ("berth", {"pier": 4}), ("quay", {"pier": 4})),
+        ("a request id", ("berth", {"pier": 4, "request_id": "x"}), ("berth", {"pier": 5, "request_id": "x"})),
+        ("two in turn", ("look", {}), ("pull", {"what": "door"})),
+        ("two in turn", ("push", {"what": "door"}), ("push", {"what": "window"})),
+        ("other words, no answer", ("find", {"query": "find the ferry please"}), ("find", {"query": "boats"})),
+        ("an error that echoes", ("ledger", {"sql": "select name from boats where harbour = 'Wells' and tide > 3 order by c9"}),
+         ("ledger", {"sql": "show columns of boats"})),
+        ("one error, other arguments", ("register", {"any": "thing"}), ("harbour master", {"any": "thing"})),
+    ]:  # fmt: skip
+        detector = looping(kind)
+        assert detector.continues(*goes_on), (kind, goes_on)
+        assert not detector.continues(*leaves), (kind, leaves)
+
+
+def test_nothing_goes_on_where_nothing_is_suspected() -> None:
+    detector = LoopDetectorPolicy().detector()
+    assert not detector.continues("berth", {"pier": 4})
+    detector.observe("berth", {"pier": 4}, "free")
+    assert not detector.continues("berth", {"pier": 4})
+
+
+def test_a_call_that_leaves_the_loop_ends_the_verdict() -> None:
+    detector = looping("one call")
+    assert detector.observe("harbour master", {}, "he is in").level == "ok"
+    assert not detector.continues("berth", {"pier": 4})
+
+
+def test_a_thought_ends_no_verdict() -> None:
+    detector = looping("one call")
+    assert detector.observe("think", {"thought": "once more"}, "").level == "certain"
+    assert detector.continues("berth", {"pier": 4})
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+some_steps = st.lists(
+    st.builds(
+        Step,
+        st.sampled_from(["find", "boat"]),
+        st.sampled_from([{"q": "the ferry"}, {"q": "the ferry now"}, {"q": "a boat"}, {"thought": "hm"}]),
+        st.sampled_from(["", "OK", [], {"id": 1, "of": "x"}, {"id": 2, "of": "x"}]),
+        st.sampled_from([None, None, "KeyError: 'a'", "HTTP 503"]),
+        st.sampled_from([False, False, False, True]),
+        st.sampled_from([None, True, False]),
+    ),
+    max_size=60,
+)
+
+
+@given(some_steps, st.integers(0, 60))
+def test_what_is_remembered_is_the_window_and_nothing_before_it(steps: list[Step], begin: int) -> None:
+    """Whoever has seen only the last calls says the same as whoever has seen all, once as many have passed as are remembered."""
+    repeated = steps * (1 + 4 * WINDOW // max(1, len(steps))) if steps else []
+    begin = min(begin, max(0, len(repeated) - 3 * WINDOW))
+    whole, part = verdicts(repeated), verdicts(repeated[begin:])
+    same = [(each.level, each.rule) for each in whole[begin:]][3 * WINDOW :]
+    assert same == [(each.level, each.rule) for each in part][3 * WINDOW :]
+
+
+@given(some_steps)
+def test_the_same_calls_give_the_same_verdicts(steps: list[Step]) -> None:
+    assert verdicts(steps) == verdicts(steps)
+
+
+def test_memory_does_not_grow_with_the_run() -> None:
+    rule = LoopDetectorPolicy().rule()
+
+    def size() -> int:
+        seen, waiting, total = set(), [rule], 0
+        while waiting:
+            each: Any = waiting.pop()
+            if id(each) in seen or isinstance(each, type):
+                continue
+            seen.add(id(each))
+            total += sys.getsizeof(each)
+            if isinstance(each, dict):
+                waiting += [*each.keys(), *each.values()]
+            elif isinstance(each, list | tuple | set):
+                waiting += each
+            elif hasattr(each, "__dict__"):
+                waiting.append(vars(each))
+            for cls in type(each).__mro__:
+                waiting += [getattr(each, name) for name in getattr(cls, "__slots__", ()) if hasattr(each, name)]
+        return total
+
+    draw = random.Random(5)
+    sizes = []
+    for number in range(1, 2001):
+        asked, told = f'{{"q":"{text(draw, 30)}"}}', text(draw, 300)
+        rule.observe(Call(number, "find", f"{number}", f"{number}", asked, told))
+        if number in (200, 2000):
+            sizes.append(size())
+    assert sizes[1] < 1.2 * sizes[0] < 2_000_000
+
+
+def test_a_value_that_is_too_long_is_equal_or_not_and_is_not_looked_at() -> None:
+    assert looked_at(b'"' + b"x" * (LOOKED_AT - 2) + b'"') is not None
+    assert looked_at(b'"' + b"x" * LOOKED_AT + b'"') is None
+    assert looked_at(None) is None
+    assert answered(b'"a\\nb"', is_error=False) == "a\nb"
+    assert answered(b'{"a":1}', is_error=False) == '{"a":1}'
+    assert answered(b'{"type":"KeyError","message":"x"}', is_error=True) == "KeyError: x"
+    long = [Step("read", {"text": "x " * LOOKED_AT, "request_id": str(at)}, "y " * LOOKED_AT) for at in range(20)]
+    assert tripped(long) is None
+    assert tripped([long[0]] * 3) == 3
+
+
+def test_another_attempt_of_a_step_takes_the_place_of_the_one_before() -> None:
+    rule = LoopDetectorPolicy().rule()
+    for number in (1, 2, 2, 2):
+        assert rule.observe(Call(number, "berth", "4", "full")).level == "ok"
+    assert rule.observe(Call(3, "berth", "4", "full")).evidence == (1, 2, 3)
+    assert rule.observe(Call(3, "berth", "4", "free")).level == "ok"
+
+
+def test_a_model_that_is_asked_between_the_steps_breaks_no_row() -> None:
+    rule = LoopDetectorPolicy().rule()
+    for number in range(1, 6):
+        if number % 2:
+            said = rule.observe(Call(number, "berth", "4", "full"))
+        else:
+            rule.observe(Call(number, "model", f"{number}", f"{number}", is_thought=True))
+    assert (said.rule, said.evidence) == ("identical_calls", (1, 3, 5))
+
+
+# --- names and words --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["request_id", "x-request-id", "requestId", "traceId", "created_at", "createdAt", "ts", "elapsed_ms", "nonce"],
+)
+def test_some_names_are_of_what_differs_every_time(name: str) -> None:
+    assert wording.is_volatile(name)
+
+
+@pytest.mark.parametrize(
+    "name", ["order_id", "id", "date", "checksum", "progress", "offset", "page", "status", "format", "chat", "data"]
+)
+def test_all_other_names_are_of_what_matters(name: str) -> None:
+    assert not wording.is_volatile(name)
+
+
+def test_values_are_never_looked_at_to_say_what_is_volatile() -> None:
+    sums = [Step("sum", {"path": "a.tar"}, f"checksum: {hexes(random.Random(at))} of a.tar") for at in range(20)]
+    assert tripped(sums) is None
+
+
+@pytest.mark.parametrize(
+    "answer", ["", "None", "OK", "ok.", '{"status": "ok"}', "{'success': True}", "Done", "You have clicked king."]
+)
+def test_an_acknowledgement_tells_nothing(answer: str) -> None:
+    assert wording.is_bare(answer, '{"element":"king"}')
+
+
+@pytest.mark.parametrize(
+    "answer", ["[]", "{}", "No results found.", "pending", "3", "failed", "Draft rejected", "I am unable to do this"]
+)
+def test_an_answer_that_tells_something_is_none(answer: str) -> None:
+    assert not wording.is_bare(answer, '{"element":"king"}')
+
+
+def test_a_question_in_other_words_is_no_question_for_the_next_one() -> None:
+    def asked(value: object) -> Asked:
+        return Asked("t", str(value), json.dumps({"of": value, "limit": 20}))
+
+    assert asked("The ferry to Wells").rewords(asked('"the ferry"'))
+    assert not asked("B-17").rewords(asked("B-18"))
+    assert not asked(17).rewords(asked(18))
+    assert not asked("src/tide/a.py").rewords(asked("src/tide/b.py"))
+    assert not Asked("t", "1", None).rewords(asked(18))
+
+
+# --- in a ledger ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", LOOPS, ids=[kind.name for kind in LOOPS])
+def test_a_run_that_is_read_again_halts_at_the_same_step(kind: Kind, tmp_path: Any) -> None:
+    """A fresh process at every step, against a ledger that was open all the time, against a detector without a ledger."""
+    steps = [kind.make(random.Random(2), at) for at in range(24)]
+
+    def play(name: str, *, again: bool) -> tuple[int, str, tuple[int, ...]]:
+        ledger = AgentRunLedger(tmp_path / f"{name}.db", durability="process")
+        ledger.create_run("loop", run_id="run")
+        try:
+            for number, step in enumerate(steps, 1):
+                if again:
+                    ledger.close()
+                    ledger = AgentRunLedger(tmp_path / f"{name}.db", durability="process")
+                    ledger.resume_run("run")
+                effect = Effect.MUTATE if step.write else Effect.READ if step.error else None
+                try:
+                    ledger.execute_step(
+                        "run", step.tool, step.arguments, lambda *_, step=step, **__: act(step), effect=effect
+                    )
+                except RunawayLoopDetectedException as halted:
+                    return number, halted.rule, halted.evidence
+                except Exception as failed:
+                    if step.error is None or step.error.partition(": ")[2] not in str(failed):
+                        raise
+        finally:
+            ledger.close()
+        raise AssertionError("it was not halted")
+
+    halted = play("open", again=False)
+    assert halted == play("again", again=True)
+    assert halted[0] <= kind.by + 3
+
+
+def act(step: Step) -> Any:
+    if step.error is None:
+        return step.result
+    name, _, message = step.error.partition(": ")
+    raise type(name, (Exception,), {})(message)
