@@ -15,7 +15,7 @@ LOOKED_AT = 4096
 ERRORS_LOOKED_AT = 16384
 """The same for errors, which are stored with their tracebacks."""
 RECENT = 6
-"""So many of the last calls are compared piece by piece; those before them only where question or outcome is the same."""
+"""So many of the last calls are compared piece by piece; those before them only where the outcome is equal."""
 
 
 class Asked:
@@ -182,8 +182,8 @@ class Call(Asked):
         """
         if self.may_repeat:
             return False
-        key, outcome = self.key, self.outcome
-        long_ago = [call for call in earlier[:-RECENT] if call.outcome == outcome or call.key == key]
+        outcome = self.outcome
+        long_ago = [call for call in earlier[:-RECENT] if call.outcome == outcome]
         again: list[Call] = []
         for call in reversed([*long_ago, *earlier[-RECENT:]]):
             if self.is_again(call):
@@ -197,7 +197,7 @@ class Call(Asked):
                 and (self.is_error or self.rewords(call))
             ):
                 return not self.is_bare
-        return len(again) > 1 and self._says_only_what_these_said(again[:_ENOUGH_SAID])
+        return len(again) > 1 and self._says_only_what_these_said(again)
 
     def _says_only_what_these_said(self, again: Sequence[Call]) -> bool:
         """Two programs that write into one answer at once never give it twice in the same order."""
@@ -224,4 +224,3 @@ class Call(Asked):
 
 _SLACK = 64
 _MORE_THAN_AN_ID = 2
-_ENOUGH_SAID = 6
