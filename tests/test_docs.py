@@ -991,7 +991,7 @@ def fill(ledger: AgentRunLedger) -> None:
 
     with ledger.open_run("everything", "one") as run:
         run.now(), run.random(), run.uuid4()
-        step("one", "read", lambda: "x", effect=Effect.READ)
+        step("one", "read", lambda: "x", kind="model")
         step("one", "large", lambda: "y" * 70_000)
         step("one", "flaky", fails_once, retry=RetryPolicy())
         step("one", "poll", lambda: "again", may_repeat=True)
@@ -1071,7 +1071,7 @@ def fill_side_by_side(ledger: AgentRunLedger) -> None:
 
 
 class Suspicious(LoopDetectorPolicy):
-    """Suspects what others are certain of: no rule of this version halts a run on suspicion."""
+    """Suspects what others are certain of."""
 
     def rule(self) -> Rule:
         found = super().rule()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from agent_run_ledger.model import Verdict
 from agent_run_ledger.rules import canonical, digests, failures
@@ -28,7 +28,7 @@ class LoopDetectorPolicy:
 
     max_repetitions: int = 3
     threshold: float = 0.92
-    embedder: Callable[[str], Sequence[float]] | None = None
+    embedder: Callable[[str], Sequence[float]] | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         if type(self.max_repetitions) is not int or self.max_repetitions < 1:
