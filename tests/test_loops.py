@@ -125,7 +125,24 @@ LOOPS = [
         3,
     ),
     Kind(
-        "a declared write that answers with an id alone",
+        "a write that answers in a sentence",
+        lambda draw, at: Step("book", {"to": "Wells"}, f"Seat #{400 + at} to Wells is yours."),
+        3,
+    ),
+    Kind(
+        "a declared write that answers with something new",
+        lambda draw, at: Step("book", {"to": "Wells"}, {"seat": hexes(draw), "to": "Wells"}, write=True),
+        3,
+    ),
+    Kind(
+        "a long input that is changed a little",
+        lambda draw, at: Step(
+            "score", {"text": " ".join(WORDS * 8), "aspect": draw.choice(WORDS)}, "too long to be scored"
+        ),
+        5,
+    ),
+    Kind(
+        "a declared write that answers with an id",
         lambda draw, at: Step("book", {"to": "Wells", "seats": 2}, {"id": 100 + at}, write=True),
         3,
     ),
@@ -277,6 +294,9 @@ HEALTHY: dict[str, Callable[[random.Random], Iterator[Step]]] = {
     ),
     "polled, and it is declared": lambda draw: (
         Step("job", {"id": 7}, {"state": "running"}, may_repeat=True) for at in range(30)
+    ),
+    "keys that are pressed": lambda draw: (
+        Step("press", {"key": "down"}, {"screen": text(draw)}, write=True) for at in range(30)
     ),
     "the next of a queue": lambda draw: (Step("take", {}, {"job_id": at}) for at in range(30)),
     "what is read has new ids": lambda draw: (

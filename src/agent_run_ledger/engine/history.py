@@ -207,6 +207,8 @@ class StepHistory:
         if self.attempts and self.outcome is None and not self.is_known_absent:
             self.is_doubtful = True  # nobody knows how the last attempt ended
         self.is_known_absent = False
+        if self.arguments is None and self.digest is not None:
+            self.arguments = row.payload  # those of every attempt; they were let go of after the last one
         self.attempts = body["attempt"]
         if "undispatched" not in body:
             self.attempts_of_code = self.attempts_of_code + 1 if body["environment"] == self.environment else 1

@@ -153,10 +153,15 @@ class Call(Asked):
             return False
         if self.answers_like(other):
             return True
-        if self.write is False or self.is_error or other.is_error or not self._differs_only_in(other, wording.is_fresh):
+        if self.write is False or self.is_error or other.is_error or self.answer is None or other.answer is None:
+            return False
+        mine, its = self._in_pieces(), other._in_pieces()
+        if self.write and wording.are_mostly_equal(mine, its):
+            return True
+        if not self._differs_only_in(other, wording.is_fresh):
             return False
         # Where nothing but an id is answered it may be all that there is to know: the next job, say.
-        return self.write is True or len(set(self._in_pieces()).intersection(other._in_pieces())) >= _MORE_THAN_AN_ID
+        return self.write is True or len(set(mine).intersection(its)) >= _MORE_THAN_AN_ID
 
     def _differs_only_in(self, other: Call, may_differ: Callable[[str], bool]) -> bool:
         mine, its = self.answer, other.answer

@@ -32,7 +32,7 @@ TURNS = 3
 LONGEST_PERIOD = 6
 PATIENCE = 2
 """Transient errors are given so many times the calls that others are, in every rule but that of identical calls."""
-WINDOW = 2 * PATIENCE * TURNS * LONGEST_PERIOD // 2
+WINDOW = PATIENCE * TURNS * LONGEST_PERIOD
 """How many of the last calls are remembered, unless more identical ones are allowed: those of the longest cycle that is waited for."""
 
 
@@ -103,7 +103,9 @@ class Repetition:
             row += 1
         if row < self.limit or row < self.limit * _patience((last,)):
             return OK
-        reason = f"{last.tool!r} was called {row} times with nothing between, and at most ids or times differ in what came and went"
+        reason = (
+            f"{last.tool!r} was called {row} times in a row, and at most ids and times differ in arguments and outcomes"
+        )
         return Verdict("suspected", "repetition", reason, _numbers(calls[-row:]))
 
     def continues(self, asked: Asked, evidence: Sequence[Call]) -> bool:
@@ -173,40 +175,30 @@ class NothingNew:
             call = calls[at]
             if call.is_idle:
                 continue
-            if call.is_bare or not (call.is_known or call.is_error):
+            if call.is_bare or call.may_repeat or not (call.is_known or call.is_error):
                 break
-            if not call.is_known:
-                needed += is_one_answer
-                is_one_answer = (
-                    False  # what fails in a new way tells what else will not do: no progress, and no repetition
-                )
-                continue
-            row += 1
-            if is_one_answer and not call.answers_like(last):
+            if is_one_answer and not (call.is_known and call.answers_like(last)):
+                # Whoever asks for several things again may have lost sight of one, and what fails in a new way tells what will not do.
                 is_one_answer = False
-                needed += (
-                    1  # calls that ask for different things again may be looking for one that they have lost sight of
-                )
+                needed += 1
+            row += call.is_known
             if row == needed:
                 break
         if row < needed:
             return OK
         evidence = calls[at - 1 :]
+        rule, reason = "nothing_new", f"the last {row} calls asked again or got answers that were known already"
         if is_one_answer:
-            rule, what = (
+            rule, said = (
                 ("same_error", "failed in the same way") if last.is_error else ("same_answer", "got the same answer")
             )
-            reason = f"{len(evidence)} calls in a row {what}, whatever their arguments"
-        else:
-            rule, reason = "nothing_new", f"the last {row} calls asked again or got answers that were known already"
+            reason = f"{len(evidence)} calls in a row {said}, whatever their arguments"
         return Verdict("suspected", rule, reason, _numbers(evidence))
 
     def continues(self, asked: Asked, evidence: Sequence[Call]) -> bool:
         """Whether it is as near to these calls as they are to each other."""
-        pairs = pairwise(evidence)
-        spread = min(
-            [one.likeness(other, self.embedder) for one, other in pairs if one.tool == other.tool], default=1.0
-        )
+        of_one_tool = [(one, other) for one, other in pairwise(evidence) if one.tool == other.tool]
+        spread = min([one.likeness(other, self.embedder) for one, other in of_one_tool], default=1.0)
         return any(asked.tool == call.tool and asked.likeness(call, self.embedder) >= spread for call in evidence)
 
 

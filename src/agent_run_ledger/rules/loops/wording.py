@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from functools import lru_cache
+from operator import eq
 
 TYPE_CHECKING = False  # `typing` is not needed at run time, and not free to import
 if TYPE_CHECKING:
@@ -38,8 +39,8 @@ def is_volatile(name: str) -> bool:
 
 @lru_cache(maxsize=1024)
 def is_fresh(name: str) -> bool:
-    """Whether a field of this name is volatile, or is new in the answer of every write: its id."""
-    return is_volatile(name) or _ID.fullmatch(name) is not None or name.endswith("Id")
+    """Whether a field of this name is volatile, or is new in the answer of every write: its id, which a sentence calls `#481`."""
+    return name == "#" or is_volatile(name) or _ID.fullmatch(name) is not None or name.endswith("Id")
 
 
 def is_volatile_in_error(name: str) -> bool:
@@ -106,7 +107,7 @@ def pieces(text: str) -> list[str]:
 def differ_only_in(one: Sequence[str], other: Sequence[str], may_differ: Callable[[str], bool]) -> bool:
     """Whether two texts, in pieces, are the same but for the values of fields whose names may have different ones.
 
-    A field is `name: value`, `name=value`, `"name":"value"`, or a name and its value in a sentence.
+    A field is `name: value`, `name=value`, `"name":"value"`, or a name and its value in a sentence; the name of `#481` is `#`.
     """
     if len(one) != len(other):
         return False
@@ -123,6 +124,11 @@ def differ_only_in(one: Sequence[str], other: Sequence[str], may_differ: Callabl
     return True
 
 
+def are_mostly_equal(one: Sequence[str], other: Sequence[str]) -> bool:
+    """Whether two texts, in pieces, are as long, and no more than half of them differs."""
+    return len(one) == len(other) and 2 * sum(map(eq, one, other)) >= len(one)
+
+
 def _name_before(text: Sequence[str], at: int) -> str:
     """The name whose value may stand here: in the piece before, or, as for the time of a day, in the one before that."""
     if at > 1 and text[at - 2].endswith((":", "=")) and not text[at - 1].endswith((":", "=")):
@@ -131,7 +137,7 @@ def _name_before(text: Sequence[str], at: int) -> str:
 
 
 def _name(piece: str) -> str:
-    return piece.partition(":")[0].partition("=")[0].strip("\"'{}[]()#\\")
+    return "#" if piece[:1] == "#" else piece.partition(":")[0].partition("=")[0].strip("\"'{}[]()\\")
 
 
 def complaint(text: str, asked: str) -> str:
