@@ -12,11 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent_run_ledger import AgentRunLedger, Effect, LoopDetectorPolicy, RunawayLoopDetectedException
+from agent_run_ledger import AgentRunLedger, Effect, LoopDetectorPolicy, RetryPolicy, RunawayLoopDetectedException
 from agent_run_ledger.model import Verdict
 from agent_run_ledger.rules.loops import Detector, answered, looked_at, wording
 from agent_run_ledger.rules.loops.calls import LOOKED_AT, Asked, Call
 from agent_run_ledger.rules.loops.signs import LONGEST_PERIOD, TURNS, WINDOW
+from agent_run_ledger.testing import FakeClock
 
 WORDS = [
     "amber", "basin", "cedar", "delta", "ember", "fjord", "grove", "heron", "inlet", "jetty", "kettle", "lagoon", "meadow", "nectar",
@@ -190,7 +191,7 @@ LOOPS = [
     ),
     Kind(
         "one error of several tools",
-        lambda draw, at: Step(draw.choice(WORDS), {"what": text(draw, 3)}, None, STUBBORN),
+        lambda draw, at: Step(draw.choice(WORDS[:3]), {"what": text(draw, 3)}, None, STUBBORN),
         5,
     ),
     Kind(
@@ -342,6 +343,14 @@ HEALTHY: dict[str, Callable[[random.Random], Iterator[Step]]] = {
         [Step("find", {"query": query}, "[]") for query in ROUTE[:3]]
         + [Step("find", {"query": "boats"}, ["Anna", "Berta"])]
     ),
+    "polled between equal calls": lambda draw: (
+        step
+        for at in range(30)
+        for step in (
+            Step("look", {}, "a grey door"),
+            Step("job", {}, None, f"ValueError: not yet {at}", may_repeat=True),
+        )
+    ),
     "new errors": lambda draw: (
         Step("run", {"code": text(draw)}, None, f"NameError: {text(draw, 4)}") for at in range(30)
     ),
@@ -403,7 +412,8 @@ def test_what_fails_for_a_while_is_given_twice_the_time() -> None:
 def test_more_repetitions_are_more_patience_in_every_rule_of_rows() -> None:
     patient = LoopDetectorPolicy(max_repetitions=6)
     for kind in LOOPS:
-        steps = [kind.make(random.Random(3), at) for at in range(40)]
+        draw = random.Random(3)
+        steps = [kind.make(draw, at) for at in range(40)]
         usual, late = tripped(steps), tripped(steps, patient)
         assert usual is not None
         assert late is not None
@@ -631,7 +641,8 @@ def test_a_question_in_other_words_is_no_question_for_the_next_one() -> None:
 @pytest.mark.parametrize("kind", LOOPS, ids=[kind.name for kind in LOOPS])
 def test_a_run_that_is_read_again_halts_at_the_same_step(kind: Kind, tmp_path: Any) -> None:
     """A fresh process at every step, against a ledger that was open all the time, against a detector without a ledger."""
-    steps = [kind.make(random.Random(2), at) for at in range(24)]
+    draw = random.Random(2)
+    steps = [kind.make(draw, at) for at in range(24)]
 
     def play(name: str, *, again: bool) -> tuple[int, str, tuple[int, ...]]:
         ledger = AgentRunLedger(tmp_path / f"{name}.db", durability="process")
@@ -666,3 +677,38 @@ def act(step: Step) -> Any:
         return step.result
     name, _, message = step.error.partition(": ")
     raise type(name, (Exception,), {})(message)
+
+
+def test_the_calls_of_a_model_between_the_steps_of_a_run_break_no_row(tmp_path: Any) -> None:
+    def turns(ledger: AgentRunLedger) -> None:
+        for turn in range(9):
+            ledger.execute_step("run", "ask", {"turn": turn}, lambda turn: f"try once more: {turn}", kind="model")
+            ledger.execute_step("run", "berth", {"pier": 4}, lambda pier: "full", effect=Effect.READ)
+
+    with AgentRunLedger(tmp_path / "runs.db") as ledger:
+        ledger.create_run("moor", run_id="run")
+        with pytest.raises(RunawayLoopDetectedException) as halted:
+            turns(ledger)
+    assert (halted.value.rule, halted.value.evidence) == ("identical_calls", (2, 4, 6))
+
+
+def test_arguments_of_a_step_that_was_tried_again_are_looked_at_when_the_run_is_read_again(tmp_path: Any) -> None:
+    clock, policy = FakeClock(), RetryPolicy(max_attempts=3)
+    failed: set[str] = set()
+
+    def score(text: str, aspect: str) -> str:
+        if aspect not in failed:
+            failed.add(aspect)
+            raise ConnectionError("gone")
+        return "too long to be scored"
+
+    with AgentRunLedger(tmp_path / "runs.db", clock=clock, heartbeat_seconds=29.0) as ledger:
+        ledger.create_run("score", run_id="run")
+        for aspect in WORDS[:5]:
+            given = {"text": " ".join(WORDS * 8), "aspect": aspect}
+            ledger.execute_step("run", "score", given, score, effect=Effect.READ, retry=policy)
+        assert {record.attempts for record in ledger.steps("run")} == {2}
+    with AgentRunLedger(tmp_path / "runs.db", clock=clock, heartbeat_seconds=29.0) as ledger:
+        ledger.resume_run("run")
+        with pytest.raises(RunawayLoopDetectedException, match="nearly the same arguments"):
+            ledger.execute_step("run", "score", given | {"aspect": WORDS[6]}, score, effect=Effect.READ)
