@@ -351,6 +351,10 @@ HEALTHY: dict[str, Callable[[random.Random], Iterator[Step]]] = {
             Step("job", {}, None, f"ValueError: not yet {at}", may_repeat=True),
         )
     ),
+    "the next document in the same prompt": lambda draw: (
+        Step("classify", {"prompt": f"{' '.join(WORDS * 6)}: {' '.join(hexes(draw) for _ in range(12))}"}, "positive")
+        for _ in range(30)
+    ),
     "new errors": lambda draw: (
         Step("run", {"code": text(draw)}, None, f"NameError: {text(draw, 4)}") for at in range(30)
     ),

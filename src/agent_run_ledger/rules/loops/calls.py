@@ -45,6 +45,12 @@ class Asked:
             return False
         return wording.is_reworded(self._in_fields(), other._in_fields())
 
+    def replaces(self, other: Asked) -> bool:
+        """Whether it is about something else than the other, within the same frame of words."""
+        if self.text is None or other.text is None:
+            return False
+        return wording.is_replaced(self._in_fields(), other._in_fields())
+
     def _in_fields(self) -> dict[str, str]:
         if self._fields is None:
             self._fields = wording.fields(self.text or "null")

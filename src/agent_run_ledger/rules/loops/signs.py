@@ -144,11 +144,15 @@ class SimilarInputs:
     def _compare(self, later: Call, earlier: Call) -> bool:
         if later.tool != earlier.tool or earlier.may_repeat:
             return False
-        if later.answers_like(earlier):
-            return later.likeness(earlier, self.embedder) >= self.threshold
-        if not (later.is_error and earlier.is_error):
+        is_same_answer = later.answers_like(earlier)
+        if not is_same_answer and not (later.is_error and earlier.is_error):
             return False
-        return later.likeness(earlier, self.embedder) >= self.threshold and later.complains_like(earlier)
+        if later.likeness(earlier, self.embedder) < self.threshold:
+            return False
+        if not is_same_answer:
+            return later.complains_like(earlier)
+        # A long frame makes words alike whatever it holds; who brings an embedder knows better.
+        return later.is_error or self.embedder is not None or not later.replaces(earlier)
 
     def continues(self, asked: Asked, evidence: Sequence[Call]) -> bool:
         return asked.likeness(evidence[-1], self.embedder) >= self.threshold

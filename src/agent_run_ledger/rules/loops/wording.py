@@ -9,7 +9,7 @@ from operator import eq
 
 TYPE_CHECKING = False  # `typing` is not needed at run time, and not free to import
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from typing import Any
 
 words = re.compile(r"\w+").findall
@@ -84,12 +84,26 @@ def is_reworded(one: Mapping[str, str], other: Mapping[str, str]) -> bool:
     What stands between spaces is a word here. So a name, a path or a number is either the same or another one, and a call for the next
     of them is no rewording.
     """
+    return all(2 * shared > fewer for shared, fewer in _shared(one, other)) and not is_replaced(one, other)
+
+
+def is_replaced(one: Mapping[str, str], other: Mapping[str, str]) -> bool:
+    """Whether in a field that changed many words went and many others came: the next document in the same prompt.
+
+    A text that only grows, or loses, is the same one.
+    """
+    return any(fewer - shared > FEW_WORDS for shared, fewer in _shared(one, other))
+
+
+FEW_WORDS = 6
+
+
+def _shared(one: Mapping[str, str], other: Mapping[str, str]) -> Iterator[tuple[int, int]]:
+    """Of each field that changed: how many words are in both, and how many are in the one that has fewer."""
     for place in one.keys() & other.keys():
         if one[place] != other[place]:
             mine, its = _said(one[place]), _said(other[place])
-            if 2 * len(mine & its) <= min(len(mine), len(its)):
-                return False
-    return True
+            yield len(mine & its), min(len(mine), len(its))
 
 
 def _said(value: str) -> set[str]:
