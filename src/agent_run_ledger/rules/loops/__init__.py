@@ -108,17 +108,25 @@ class Detector:
 
 
 def looked_at(arguments: bytes | None) -> str | None:
-    """Stored arguments as the rules look at them; None where they are too long, or erased."""
-    return None if arguments is None or len(arguments) > LOOKED_AT else arguments.decode()
+    """Stored arguments as the rules look at them; None where they are too long, erased, or damaged."""
+    if arguments is None or len(arguments) > LOOKED_AT:
+        return None
+    try:
+        return arguments.decode()
+    except ValueError:
+        return None
 
 
 def answered(outcome: bytes | None, *, is_error: bool) -> str | None:
-    """A stored outcome as the rules look at it; None where it is too long, or erased.
+    """A stored outcome as the rules look at it; None where it is too long, erased, or damaged.
 
-    A text as it is, an error as `Type: message`, and all else as canonical JSON.
+    A text as it is, an error as `Type: message`, and all else as canonical JSON. Whoever is handed a damaged one is told that it is.
     """
     if outcome is None or len(outcome) > (ERRORS_LOOKED_AT if is_error else LOOKED_AT):
         return None
-    if is_error:
-        return failures.text(canonical.decode(outcome))
-    return str(canonical.decode(outcome)) if outcome.startswith(b'"') else outcome.decode()
+    try:
+        if is_error:
+            return failures.text(canonical.decode(outcome))
+        return str(canonical.decode(outcome)) if outcome.startswith(b'"') else outcome.decode()
+    except (ValueError, AttributeError):
+        return None

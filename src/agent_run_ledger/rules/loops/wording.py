@@ -64,9 +64,13 @@ def _keep_unless_volatile(field: re.Match[str]) -> str:
 
 
 def fields(text: str) -> dict[str, str]:
-    """The values of canonical arguments by where they stand, each as text."""
+    """The values of canonical arguments by where they stand, each as text. What cannot be read is one value."""
+    try:
+        whole = json.loads(text)
+    except ValueError:  # damaged, or a number of more digits than Python reads
+        whole = text
     found: dict[str, str] = {}
-    waiting: list[tuple[str, Any]] = [("", json.loads(text))]
+    waiting: list[tuple[str, Any]] = [("", whole)]
     while waiting:
         place, value = waiting.pop()
         if isinstance(value, dict):
