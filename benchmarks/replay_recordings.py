@@ -139,6 +139,7 @@ class Child:
     """A process that plays runs. It waits at each of its notes until it is told to go on."""
 
     _processes = multiprocessing.get_context("forkserver")
+    _processes.set_forkserver_preload(["agent_run_ledger.ledger", "agent_run_ledger.stores.sqlite"])  # so that a start is fast
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         self._here, there = self._processes.Pipe()
@@ -244,7 +245,9 @@ class Outside:
     def _hear(self, kind: str, name: str, *said: Any) -> None:
         if kind == "over":
             self._over.add(name)
-            self.results.setdefault(name, (said[0], said[1]))
+            result = said[0], said[1]
+            if result not in (self.results.setdefault(name, result), (None, ["closed"])):
+                self.changed.add((name, len(self._expected[name])))
             return
         at, what = said
         if kind == "told":
@@ -259,7 +262,7 @@ class Outside:
         elif step in self._recorded:
             self.counts["last failures tried again"] += 1
         elif step in self._called:
-            self.counts["calls in doubt made again", "last failures tried again"] += 1
+            self.counts["calls in doubt made again"] += 1
         self._called.add(step)
 
     def _look(self, batch: Runs) -> None:
@@ -364,21 +367,19 @@ def measure(
             print(f"{name} ({runs[name]['id']}): {why}", file=sys.stderr)
         done, seconds = counts["runs"], time.monotonic() - begun
         print(f"{done} of {len(chosen)} runs, {counts['processes killed']} kills, {seconds:.0f} s", file=sys.stderr)
-    named = [
-        *PROMISES,
-        "runs",
-        "runs halted",
-        "runs killed",
-        "processes killed",
-        "steps",
-        "calls",
-        "calls in doubt made again",
-    ]
-    return {name: counts[name] for name in named} | {"seed": seed, "seconds": round(time.monotonic() - begun, 1)}
+    return {name: counts[name] for name in (*PROMISES, *BESIDE)} | {
+        "seed": seed,
+        "seconds": round(time.monotonic() - begun, 1),
+    }
 
 
 PROMISES = ("calls repeated", "outcomes changed", "runs lost", "halts moved", "findings of verify")
 """What is to be 0."""
+
+BESIDE = (
+    "runs", "runs halted", "runs killed", "processes killed", "steps", "calls", "calls in doubt made again", "last failures tried again",
+)  # fmt: skip
+"""What happened, so that it is seen that something did."""
 
 
 def main() -> None:
