@@ -259,6 +259,7 @@ class Outside:
         step = name, at
         if self._keys.setdefault(step, what) != what or (step in self._recorded and step != self._failed.get(name)):
             self.counts["calls repeated"] += 1
+            print(f"{name}, step {at + 1} was called again, {step in self._recorded=} {what=} {self._keys[step]=}", file=sys.stderr)
         elif step in self._recorded:
             self.counts["last failures tried again"] += 1
         elif step in self._called:

@@ -218,6 +218,20 @@ def test_retries_and_second_tries_share_their_attempts(bench: Bench) -> None:
     assert len(receiver.keys) == 1
 
 
+@pytest.mark.parametrize("effect", NOT_READ)
+def test_a_crash_lets_a_program_repeat_what_fails_as_often_as_it_would_have(
+    bench: Bench, effect: Effect | None
+) -> None:
+    """The first attempt stays in doubt, so all have its key; but each of the others has failed, and its program knows."""
+    receiver = Receiver(Died(), ValueError("no answer in time: never"))
+    with pytest.raises(Died):
+        pay(program(bench, **PATIENT), receiver, effect=effect)
+    fail(ledger := program(bench, **PATIENT), receiver, 9, effect=effect)
+    assert [intent["left"] for intent in intents(bench)] == [3, 2, *[3] * 8]
+    assert len(receiver.keys) == 1
+    assert ledger.verify().ok
+
+
 def test_changed_code_has_attempts_of_its_own_and_the_same_key(bench: Bench) -> None:
     receiver, ledger = Receiver(SLOW), program(bench, **PATIENT)
     fail(ledger, receiver, 4, version="1")

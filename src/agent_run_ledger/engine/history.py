@@ -124,7 +124,7 @@ class StepHistory:
         self.environment = ""
         if continued is not None:
             self.continues, self.keyed_at = continued.position, continued.keyed_at
-            self.attempts_of_code, self.environment = continued.attempts_of_code, continued.environment
+            self.attempts_of_code, self.environment = continued.attempts_to_draw_on, continued.environment
         self.child: str | None = None
         """The id of the run that it has begun, and waits for."""
         self.is_doubtful = continued is not None
@@ -180,6 +180,15 @@ class StepHistory:
         if self.effect == "READ" or self.outcome is None:
             return self.effect != "READ"
         return self.outcome.ok != "failed" or self.is_open
+
+    @property
+    def attempts_to_draw_on(self) -> int:
+        """How many of its attempts count for a call that continues it.
+
+        None where the last one has surely failed: its program was told so, and calls anew as often as if no earlier one were in doubt.
+        """
+        has_result = self.outcome is not None and self.outcome.ok == "failed" and not self.outcome.is_open
+        return 0 if has_result else self.attempts_of_code
 
     @property
     def is_retried(self) -> bool:

@@ -32,7 +32,7 @@ def first_intent(
         key, attempt, used = digests.idempotency_key(history.secret, run.run_id, position, call.tool, call.stored), 1, 0
     else:
         key, attempt = continued.key, continued.attempts + is_dispatched
-        used = continued.attempts_of_code if call.environment == continued.environment else 0
+        used = continued.attempts_to_draw_on if call.environment == continued.environment else 0
     left = max(0, call.max_attempts - used - is_dispatched)
     fields = _fields(call, history.steps + run.ahead + 1, key, left)
     if continued is not None:

@@ -92,25 +92,30 @@ def _failed(step: StepHistory, declared: Declaration, receipt: Receipt | None, n
     return _again(step, declared, "its failure was not acted upon", step.outcome.retry_at)
 
 
-def in_doubt(step: StepHistory, declared: Declaration, receipt: Receipt | None, now: float) -> Action:
-    """What may be done about a step of which it is not known whether it took effect: the table of effects."""
+def in_doubt(
+    step: StepHistory, declared: Declaration, receipt: Receipt | None, now: float, used: int | None = None
+) -> Action:
+    """What may be done about a step of which it is not known whether it took effect: the table of effects.
+
+    `used`: how many attempts count, where those of the step do not all.
+    """
     if step.waits is not None:
         return Action("wait", step.position, _WAITS[step.waits], step.until)
     if step.is_absent:
-        return _again(step, declared, "an operator has said that it did not take effect")
+        return _again(step, declared, "an operator has said that it did not take effect", used=used)
     effect = declared.effect or (Effect(step.effect) if step.effect else None)
     if effect is Effect.READ:
-        return _again(step, declared, "it has no side effect")
+        return _again(step, declared, "it has no side effect", used=used)
     if effect is None:
         if declared.blocks_undeclared:
             return Action(
                 "park", step.position, "its tool declares no effect, and undeclared steps are not dispatched again"
             )
-        again = _again(step, declared, "its tool declares no effect")
+        again = _again(step, declared, "its tool declares no effect", used=used)
         return again if again.kind == "dead_letter" else Action("dispatch_undeclared", step.position, again.reason)
     if effect is Effect.IDEMPOTENT:
         if declared.key_window is None or now - step.keyed_at <= declared.key_window:
-            return _again(step, declared, "the receiver deduplicates on its idempotency key")
+            return _again(step, declared, "the receiver deduplicates on its idempotency key", used=used)
         why = "the receiver has forgotten its idempotency key"
     else:
         why = "its tool changes something each time it runs"
@@ -125,7 +130,7 @@ def in_doubt(step: StepHistory, declared: Declaration, receipt: Receipt | None, 
     if receipt.verdict == "found":
         return Action("record", step.position, "the receiver has seen its idempotency key")
     if receipt.verdict == "absent":
-        return _again(step, declared, "the receiver has never seen its idempotency key")
+        return _again(step, declared, "the receiver has never seen its idempotency key", used=used)
     return Action("wait", step.position, f"the receiver could not say: {receipt.reason}")
 
 
@@ -137,9 +142,11 @@ _WAITS = {
 }
 
 
-def _again(step: StepHistory, declared: Declaration, why: str, not_before: float | None = None) -> Action:
+def _again(
+    step: StepHistory, declared: Declaration, why: str, not_before: float | None = None, used: int | None = None
+) -> Action:
     changed = declared.environment is not None and declared.environment != step.environment
-    used = 0 if changed else step.attempts_of_code
+    used = 0 if changed else step.attempts_of_code if used is None else used
     if used >= declared.max_attempts:
         return Action("dead_letter", step.position, f"it was dispatched {used} times without a result")
     return Action("dispatch", step.position, why, not_before)

@@ -158,7 +158,7 @@ def _begin(run: LiveRun, call: Call, position: str, moment: Moment) -> Plan:
     action = None
     if continued is not None:
         declared = recovery.declaration(call, undeclared=run.undeclared)
-        action = recovery.in_doubt(continued, declared, None, moment.now)
+        action = recovery.in_doubt(continued, declared, None, moment.now, continued.attempts_to_draw_on)
     asks = continued if action is not None and action.kind == "ask" else None
     drafts, doubt = admission.left_in_doubt(run, call.behind, asks)
     if doubt is not None:
