@@ -1,0 +1,260 @@
+"""Whatever a program asks for and whenever it is stopped, what it has spent and what it has reserved never pass its budget."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import warnings
+from collections.abc import Iterator
+from decimal import Decimal
+from functools import partial
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agent_run_ledger import (
+    AgentRunLedger,
+    AttemptsExhausted,
+    Budget,
+    BudgetExceededException,
+    CallBlocked,
+    Effect,
+    LoopDetectorPolicy,
+    Price,
+    PriceBook,
+    RetryPolicy,
+    RunawayLoopDetectedException,
+    RunClosed,
+    StepFailed,
+    Usage,
+    current_run,
+    current_step,
+)
+from agent_run_ledger import run as run_module
+from agent_run_ledger.contract import Row
+from agent_run_ledger.drivers import sync
+from agent_run_ledger.rules.budget import ENTRIES_PER_STEP, NOTHING, Amount
+from agent_run_ledger.testing import FakeClock
+from support.explorer import RUN, Life
+from support.stage import Staged, ThreadedLife, ThreadedWorld
+
+RATE = Decimal("0.000003")
+"""US dollars a token, of whatever kind."""
+
+PRICES = PriceBook({"m": Price(input="3", output="3")})
+LIMIT = Budget(tokens=1000, usd=Decimal("0.0024"))
+ENDS = (BudgetExceededException, AttemptsExhausted, RunawayLoopDetectedException, RunClosed)
+
+
+@pytest.fixture(autouse=True)
+def _undeclared_steps_are_meant() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+# --- what programs do -------------------------------------------------------------------------------------------------
+
+
+class Call(NamedTuple):
+    """One call of a model: what it declares, what it really uses, and how that is told."""
+
+    most: int
+    used: int
+    how: str
+    effect: Effect | None = None
+    retries: bool = False
+
+    @property
+    def is_told(self) -> bool:
+        """Whether its usage is known where its attempt has an outcome."""
+        return self.how in ("answers", "records", "records and fails")
+
+    @property
+    def is_made(self) -> bool:
+        return self.how != "is refused"
+
+    @property
+    def charged(self) -> int:
+        """The tokens that one attempt with an outcome costs."""
+        return self.used if self.is_told else self.most if self.is_made else 0
+
+
+HOWS = ("answers", "records", "says nothing", "fails", "records and fails", "is refused")
+
+
+@st.composite
+def calls(draw: st.DrawFn) -> Call:
+    most = draw(st.integers(1, 400))
+    effect = draw(st.sampled_from([None, Effect.READ, Effect.IDEMPOTENT]))
+    return Call(most, draw(st.integers(0, most)), draw(st.sampled_from(HOWS)), effect, draw(st.booleans()))
+
+
+programs = st.lists(
+    st.one_of(calls(), st.lists(st.lists(calls(), min_size=1, max_size=3), min_size=2, max_size=4)),
+    min_size=1,
+    max_size=5,
+)
+"""A program is a row of calls, and of branches side by side, each of which is a row of calls."""
+
+
+class Outside:
+    """What models were really asked to use, whoever died meanwhile."""
+
+    def __init__(self) -> None:
+        self.used: list[int] = []
+
+    def ask(self, call: Call) -> Any:
+        """Make the call: its function."""
+        if not call.is_made:
+            raise ConnectionRefusedError("nobody is there")
+        self.used.append(call.used)
+        usage = Usage(input_tokens=call.used // 2, output_tokens=call.used - call.used // 2)
+        if call.how.startswith("records"):
+            current_step().record_usage(usage, model="m")
+        if call.how.endswith("fails"):
+            raise ValueError("it makes no sense")
+        if call.how == "answers":
+            given, said = usage.input_tokens, usage.output_tokens
+            return {"model": "m", "usage": {"prompt_tokens": given, "completion_tokens": said}}
+        return "done"
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.used)
+
+
+def step(outside: Outside, call: Call, number: int, before: Any = None) -> None:
+    """Make the call as a step of the run that the calling code is in. A failure ends nothing."""
+
+    def ask() -> Any:
+        if before is not None:
+            before()
+        return outside.ask(call)
+
+    options: dict[str, Any] = {"effect": call.effect} if call.effect else {}
+    if call.retries:
+        options["retry"] = RetryPolicy(max_attempts=3, base=0.01, cap=0.01)
+    with contextlib.suppress(StepFailed):
+        current_run().step(
+            "ask", {"number": number}, ask, kind="model", max_tokens=call.most, max_usd=RATE * call.most, may_repeat=True,
+            **options,
+        )  # fmt: skip
+
+
+def play(outside: Outside, program: list[Any], before: Any = None) -> None:
+    """Make all calls of a program, in the order that it says."""
+    for number, part in enumerate(program):
+        if isinstance(part, Call):
+            step(outside, part, number, before)
+            continue
+
+        def branch(row: list[Call], number: int = number) -> None:
+            for call in row:
+                step(outside, call, number, before)
+
+        current_run().gather(*[partial(branch, row) for row in part])
+
+
+# --- what must be true ------------------------------------------------------------------------------------------------
+
+
+def judge(rows: list[Row], limit: Budget, outside: Outside) -> Amount:
+    """Hold a run's entries to its budget, each of them. Returns what is spent and reserved at last.
+
+    The sum is made here anew: an intent reserves, an attempt without an outcome has spent what it reserved, an outcome is charged.
+    """
+    spent, held = NOTHING, dict[str, Amount]()
+    is_over = False
+    for row in rows:
+        body, position = json.loads(row.body), row.position or ""
+        if row.kind == "intent":
+            assert not is_over, f"entry {row.seq} dispatches, and more than the budget is spent"
+            spent = spent.plus(held.pop(position, NOTHING))
+            held[position] = Amount.read(body.get("holds", {}))
+        elif row.kind == "outcome":
+            held.pop(position, None)
+            spent = spent.plus(Amount.read(body.get("charges", {})))
+        assert Amount.read(body.get("spent", {})) == spent, f"entry {row.seq} says another sum"
+        committed = together(spent, held)
+        assert limit.tokens is None or committed.tokens <= limit.tokens, f"entry {row.seq} passes the limit of tokens"
+        assert limit.usd is None or committed.usd <= Decimal(limit.usd), f"entry {row.seq} passes the limit of dollars"
+    committed = together(spent, held)
+    assert outside.tokens <= committed.tokens, "more was used than the ledger knows of"
+    assert RATE * outside.tokens <= committed.usd
+    return committed
+
+
+def together(spent: Amount, held: dict[str, Amount]) -> Amount:
+    return list(accumulate(held.values(), Amount.plus, initial=spent))[-1]
+
+
+# --- any program, stopped anywhere ------------------------------------------------------------------------------------
+
+
+def live(world: ThreadedWorld, outside: Outside, program: list[Any], die_at: int | None) -> int:
+    """One life of the program, whose threads change at every effect. Returns how many ticks it had."""
+    with pytest.MonkeyPatch.context() as patch, world.life(die_at, kind=ThreadedLife) as life:
+        for module in (run_module, sync):
+            patch.setattr(module, "Work", partial(Staged, life.stage))
+
+        def alive() -> None:
+            life.tick("before the call")
+
+        agent = life.ledger.agent(name="agent")(lambda: play(outside, program, alive))
+        with contextlib.suppress(*ENDS):
+            life.ledger.run(agent, run_id=RUN)
+    return len(life.ticks)
+
+
+@given(program=programs, stops=st.lists(st.floats(0, 1), max_size=4))
+def test_no_program_passes_its_budget_wherever_it_is_stopped(program: list[Any], stops: list[float]) -> None:
+    ticks = live(a_world(), Outside(), program, None)
+    world, outside = a_world(), Outside()
+    for stop in stops:
+        live(world, outside, program, 1 + int(stop * (ticks - 1)))
+        look(world, outside)
+    live(world, outside, program, None)
+    look(world, outside, is_last=True)
+
+
+def a_world() -> ThreadedWorld:
+    return ThreadedWorld(None, {"budget": LIMIT, "prices": PRICES, "durability": "process"})
+
+
+def look(world: ThreadedWorld, outside: Outside, *, is_last: bool = False) -> None:
+    with world.life() as reader:
+        if RUN not in reader.runs():
+            return
+        committed = judge(reader.store.read(RUN), LIMIT, outside)
+        run = reader.ledger.get_run(RUN)
+        assert reader.ledger.verify().findings == []
+        if is_last:
+            assert run.status in ("COMPLETED", "DEAD_LETTER")
+            assert run.status == "DEAD_LETTER" or (run.spent_tokens, run.spent_usd) == committed, "something is reserved"
+
+
+@given(program=st.lists(calls(), min_size=1, max_size=30))
+@settings(max_examples=50)
+def test_the_sum_of_what_is_charged_is_exact(program: list[Call]) -> None:
+    outside = Outside()
+    with ledger_of(budget=None) as ledger:
+        ledger.run(
+            ledger.agent(name="agent")(lambda: play(outside, [call._replace(retries=False) for call in program])),
+            run_id=RUN,
+        )
+        run = ledger.get_run(RUN)
+    told = sum(call.charged for call in program if call.is_told)
+    assert (run.spent_tokens, run.spent_usd) == (told, RATE * told)  # without a budget nothing is reserved
+
+
+def ledger_of(**options: Any) -> AgentRunLedger:
+    from agent_run_ledger.stores.memory import MemoryStore
+
+    clock = FakeClock()
+    return AgentRunLedger(
+        MemoryStore(clock=clock), clock=clock, prices=PRICES, durability="process", max_steps=100, **options
+    )
