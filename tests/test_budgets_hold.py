@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import random
 import warnings
 from collections.abc import Iterator
 from decimal import Decimal
@@ -37,8 +38,9 @@ from agent_run_ledger import run as run_module
 from agent_run_ledger.contract import Row
 from agent_run_ledger.drivers import sync
 from agent_run_ledger.rules.budget import ENTRIES_PER_STEP, NOTHING, Amount
+from agent_run_ledger.stores.memory import MemoryStore
 from agent_run_ledger.testing import FakeClock
-from support.explorer import RUN, Life
+from support.explorer import RUN
 from support.stage import Staged, ThreadedLife, ThreadedWorld
 
 RATE = Decimal("0.000003")
@@ -162,29 +164,34 @@ def play(outside: Outside, program: list[Any], before: Any = None) -> None:
 # --- what must be true ------------------------------------------------------------------------------------------------
 
 
-def judge(rows: list[Row], limit: Budget, outside: Outside) -> Amount:
+def judge(rows: list[Row], limit: Budget, used: int, *, keeps: bool = True) -> Amount:
     """Hold a run's entries to its budget, each of them. Returns what is spent and reserved at last.
 
     The sum is made here anew: an intent reserves, an attempt without an outcome has spent what it reserved, an outcome is charged.
+    `used`: the tokens that were really used. `keeps`: whether the calls have kept to their maxima.
     """
     spent, held = NOTHING, dict[str, Amount]()
+    most = Amount(limit.tokens or 0, Decimal(limit.usd or 0))
     is_over = False
     for row in rows:
         body, position = json.loads(row.body), row.position or ""
         if row.kind == "intent":
             assert not is_over, f"entry {row.seq} dispatches, and more than the budget is spent"
             spent = spent.plus(held.pop(position, NOTHING))
-            held[position] = Amount.read(body.get("holds", {}))
+            held[position] = Amount.read(body["holds"])
         elif row.kind == "outcome":
-            held.pop(position, None)
-            spent = spent.plus(Amount.read(body.get("charges", {})))
+            reserved, charged = held.pop(position), Amount.read(body.get("charges", {}))
+            assert ("overran" in body) == (charged.tokens > reserved.tokens or charged.usd > reserved.usd)
+            spent = spent.plus(charged)
         assert Amount.read(body.get("spent", {})) == spent, f"entry {row.seq} says another sum"
+        is_over = is_over or spent.tokens > most.tokens or spent.usd > most.usd
         committed = together(spent, held)
-        assert limit.tokens is None or committed.tokens <= limit.tokens, f"entry {row.seq} passes the limit of tokens"
-        assert limit.usd is None or committed.usd <= Decimal(limit.usd), f"entry {row.seq} passes the limit of dollars"
+        if keeps:
+            assert committed.tokens <= most.tokens, f"entry {row.seq} passes the limit of tokens"
+            assert committed.usd <= most.usd, f"entry {row.seq} passes the limit of dollars"
     committed = together(spent, held)
-    assert outside.tokens <= committed.tokens, "more was used than the ledger knows of"
-    assert RATE * outside.tokens <= committed.usd
+    assert used <= committed.tokens, "more was used than the ledger knows of"
+    assert RATE * used <= committed.usd
     return committed
 
 
@@ -229,12 +236,14 @@ def look(world: ThreadedWorld, outside: Outside, *, is_last: bool = False) -> No
     with world.life() as reader:
         if RUN not in reader.runs():
             return
-        committed = judge(reader.store.read(RUN), LIMIT, outside)
+        committed = judge(reader.store.read(RUN), LIMIT, outside.tokens)
         run = reader.ledger.get_run(RUN)
         assert reader.ledger.verify().findings == []
         if is_last:
             assert run.status in ("COMPLETED", "DEAD_LETTER")
-            assert run.status == "DEAD_LETTER" or (run.spent_tokens, run.spent_usd) == committed, "something is reserved"
+            assert run.status == "DEAD_LETTER" or (run.spent_tokens, run.spent_usd) == committed, (
+                "something is reserved"
+            )
 
 
 @given(program=st.lists(calls(), min_size=1, max_size=30))
@@ -252,9 +261,105 @@ def test_the_sum_of_what_is_charged_is_exact(program: list[Call]) -> None:
 
 
 def ledger_of(**options: Any) -> AgentRunLedger:
-    from agent_run_ledger.stores.memory import MemoryStore
-
     clock = FakeClock()
     return AgentRunLedger(
         MemoryStore(clock=clock), clock=clock, prices=PRICES, durability="process", max_steps=100, **options
     )
+
+
+@given(
+    program=st.lists(
+        st.builds(Call, st.integers(1, 400), st.integers(0, 900), st.just("answers")), min_size=1, max_size=12
+    ),
+    branches=st.integers(1, 4),
+)
+def test_an_overrun_is_said_and_once_it_passes_the_budget_nothing_more_is_dispatched(
+    program: list[Call], branches: int
+) -> None:
+    """Calls that keep to no maximum, in branches side by side: those that are under way come to their end, no other begins."""
+    world, outside = a_world(), Outside()
+    live(world, outside, [[program] * branches], None)
+    with world.life() as reader:
+        committed = judge(reader.store.read(RUN), LIMIT, outside.tokens, keeps=False)
+        assert reader.ledger.verify().findings == []
+    assert committed == Amount(outside.tokens, RATE * outside.tokens)
+
+
+# --- every run ends ---------------------------------------------------------------------------------------------------
+
+
+class Tireless:
+    """An agent that never stops: whatever it hears, it does the next thing at random."""
+
+    def __init__(self, seed: int, doings: list[str]) -> None:
+        self.draw, self.doings = random.Random(seed), doings
+
+    def __call__(self) -> None:
+        while True:
+            with contextlib.suppress(StepFailed, CallBlocked):
+                getattr(self, self.draw.choice(self.doings))()
+
+    def step(self, fn: Any, **options: Any) -> None:
+        arguments = {"at": self.draw.randrange(10**9)} if self.draw.random() < 0.5 else {}
+        current_run().step(self.draw.choice("abc"), arguments, fn, **options)
+
+    def work(self) -> None:
+        self.step(lambda: self.draw.random())
+
+    def repeat(self) -> None:
+        current_run().step("same", {}, lambda: "same", may_repeat=self.draw.random() < 0.5)
+
+    def fail(self) -> None:
+        self.step(raising(ValueError("no")))
+
+    def retry(self) -> None:
+        policy = RetryPolicy(max_attempts=10_000, base=0.01, cap=0.01)
+        self.step(raising(ConnectionRefusedError("no")), effect=Effect.READ, retry=policy)
+
+    def values(self) -> None:
+        current_run().now()
+        current_run().random()
+
+    def branches(self) -> None:
+        current_run().map(lambda item: self.work(), [1, 2, 3], concurrency=1)
+
+    def sleep(self) -> None:
+        current_run().sleep(1.0)
+
+
+def raising(error: Exception) -> Any:
+    def function() -> Any:
+        raise error
+
+    return function
+
+
+DOINGS = ["work", "repeat", "fail", "retry", "values", "branches", "sleep"]
+
+
+@settings(max_examples=60)
+@given(
+    seed=st.integers(0, 2**32),
+    doings=st.lists(st.sampled_from(DOINGS), min_size=1, unique=True),
+    steps=st.integers(1, 5),
+    reaction=st.sampled_from(["notice", "block", "halt"]),
+)
+def test_every_run_ends(seed: int, doings: list[str], steps: int, reaction: str) -> None:
+    """Within 20 entries for each step of its budget, one more where it waits, and the few that end it."""
+    policy = LoopDetectorPolicy(reactions={"suspected": reaction, "certain": reaction})
+    with ledger_of(budget=Budget(steps=steps), policy=policy) as ledger:
+        agent = ledger.agent(name="agent")(Tireless(seed, doings))
+        with pytest.raises(ENDS):
+            ledger.run(agent, run_id=RUN)
+        run, entries = ledger.get_run(RUN), len(ledger._store.read(RUN))
+    assert run.status in ("DEAD_LETTER", "QUARANTINE")
+    assert run.total_steps <= steps
+    assert entries <= (ENTRIES_PER_STEP + 1) * steps + 4
+
+
+def test_a_step_that_is_retried_without_end_ends_its_run() -> None:
+    policy = RetryPolicy(max_attempts=10_000, base=0.01, cap=0.01)
+    ledger = ledger_of(budget=Budget(steps=2))
+    ledger.create_run("try", RUN)
+    with ledger, pytest.raises(BudgetExceededException, match="20 times its budget of 2 steps"):
+        ledger.execute_step(RUN, "ask", {}, raising(ConnectionRefusedError("no")), retry=policy)

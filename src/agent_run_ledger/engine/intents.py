@@ -76,7 +76,8 @@ def dispatch_again(run: LiveRun, call: Call, step: StepHistory, moment: Moment, 
         return Plan(answer=outcomes.HELD)
     if (full := has_no_room(run, call, moment)) is not None:
         return Plan(error=full)
-    reason = budget.too_late(run.limits.deadline, moment.now)
+    reason = budget.entries_spent(run.most_steps, run.history.size - run.history.asides)
+    reason = reason or budget.too_late(run.limits.deadline, moment.now)
     if reason is None:
         holds = charging.reserve(run, call, run.history.at_work(moment.now))
         if holds is budget.WAITS:
