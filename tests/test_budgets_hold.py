@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import random
 import warnings
 from collections.abc import Iterator
 from decimal import Decimal
 from functools import partial
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import pytest
@@ -24,8 +22,6 @@ from agent_run_ledger import (
     CallBlocked,
     Effect,
     LoopDetectorPolicy,
-    Price,
-    PriceBook,
     RetryPolicy,
     RunawayLoopDetectedException,
     RunClosed,
@@ -35,18 +31,14 @@ from agent_run_ledger import (
     current_step,
 )
 from agent_run_ledger import run as run_module
-from agent_run_ledger.contract import Row
 from agent_run_ledger.drivers import sync
-from agent_run_ledger.rules.budget import ENTRIES_PER_STEP, NOTHING, Amount
+from agent_run_ledger.rules.budget import ENTRIES_PER_STEP, Amount
 from agent_run_ledger.stores.memory import MemoryStore
 from agent_run_ledger.testing import FakeClock
 from support.explorer import RUN
+from support.spending import PRICES, RATE, judge
 from support.stage import Staged, ThreadedLife, ThreadedWorld
 
-RATE = Decimal("0.000003")
-"""US dollars a token, of whatever kind."""
-
-PRICES = PriceBook({"m": Price(input="3", output="3")})
 LIMIT = Budget(tokens=1000, usd=Decimal("0.0024"))
 ENDS = (BudgetExceededException, AttemptsExhausted, RunawayLoopDetectedException, RunClosed)
 
@@ -159,44 +151,6 @@ def play(outside: Outside, program: list[Any], before: Any = None) -> None:
                 step(outside, call, number, before)
 
         current_run().gather(*[partial(branch, row) for row in part])
-
-
-# --- what must be true ------------------------------------------------------------------------------------------------
-
-
-def judge(rows: list[Row], limit: Budget, used: int, *, keeps: bool = True) -> Amount:
-    """Hold a run's entries to its budget, each of them. Returns what is spent and reserved at last.
-
-    The sum is made here anew: an intent reserves, an attempt without an outcome has spent what it reserved, an outcome is charged.
-    `used`: the tokens that were really used. `keeps`: whether the calls have kept to their maxima.
-    """
-    spent, held = NOTHING, dict[str, Amount]()
-    most = Amount(limit.tokens or 0, Decimal(limit.usd or 0))
-    is_over = False
-    for row in rows:
-        body, position = json.loads(row.body), row.position or ""
-        if row.kind == "intent":
-            assert not is_over, f"entry {row.seq} dispatches, and more than the budget is spent"
-            spent = spent.plus(held.pop(position, NOTHING))
-            held[position] = Amount.read(body["holds"])
-        elif row.kind == "outcome":
-            reserved, charged = held.pop(position), Amount.read(body.get("charges", {}))
-            assert ("overran" in body) == (charged.tokens > reserved.tokens or charged.usd > reserved.usd)
-            spent = spent.plus(charged)
-        assert Amount.read(body.get("spent", {})) == spent, f"entry {row.seq} says another sum"
-        is_over = is_over or spent.tokens > most.tokens or spent.usd > most.usd
-        committed = together(spent, held)
-        if keeps:
-            assert committed.tokens <= most.tokens, f"entry {row.seq} passes the limit of tokens"
-            assert committed.usd <= most.usd, f"entry {row.seq} passes the limit of dollars"
-    committed = together(spent, held)
-    assert used <= committed.tokens, "more was used than the ledger knows of"
-    assert RATE * used <= committed.usd
-    return committed
-
-
-def together(spent: Amount, held: dict[str, Amount]) -> Amount:
-    return list(accumulate(held.values(), Amount.plus, initial=spent))[-1]
 
 
 # --- any program, stopped anywhere ------------------------------------------------------------------------------------
