@@ -54,7 +54,7 @@ def _undeclared_steps_are_meant() -> Iterator[None]:
 
 
 class Call(NamedTuple):
-    """One call of a model: what it declares, what it really uses, and how that is told."""
+    """One call of a model: what it declares, what it really uses, and how that is told. 0 at the most: a call that costs nothing."""
 
     most: int
     used: int
@@ -87,8 +87,10 @@ def calls(draw: st.DrawFn) -> Call:
     return Call(most, draw(st.integers(0, most)), draw(st.sampled_from(HOWS)), effect, draw(st.booleans()))
 
 
+FREE = Call(0, 0, "answers")
+
 programs = st.lists(
-    st.one_of(calls(), st.lists(st.lists(calls(), min_size=1, max_size=3), min_size=2, max_size=4)),
+    st.one_of(st.just(FREE), calls(), st.lists(st.lists(calls(), min_size=1, max_size=3), min_size=2, max_size=4)),
     min_size=1,
     max_size=5,
 )
@@ -129,6 +131,9 @@ def step(outside: Outside, call: Call, number: int, before: Any = None) -> None:
             before()
         return outside.ask(call)
 
+    if not call.most:
+        current_run().step("look", {"number": number}, lambda: None, effect=Effect.READ, may_repeat=True)
+        return
     options: dict[str, Any] = {"effect": call.effect} if call.effect else {}
     if call.retries:
         options["retry"] = RetryPolicy(max_attempts=3, base=0.01, cap=0.01)
@@ -223,7 +228,9 @@ def ledger_of(**options: Any) -> AgentRunLedger:
 
 @given(
     program=st.lists(
-        st.builds(Call, st.integers(1, 400), st.integers(0, 900), st.just("answers")), min_size=1, max_size=12
+        st.just(FREE) | st.builds(Call, st.integers(1, 400), st.integers(0, 900), st.just("answers")),
+        min_size=1,
+        max_size=12,
     ),
     branches=st.integers(1, 4),
 )

@@ -52,7 +52,7 @@ def judge(rows: list[Row], limit: Budget, used: int, *, keeps: bool = True) -> A
         if row.kind == "intent":
             assert not is_over, f"entry {row.seq} dispatches, and more than the budget is spent"
             spent = spent.plus(held.pop(position, NOTHING))
-            held[position] = Amount.read(body["holds"])
+            held[position] = Amount.read(body.get("holds", {}))
         elif row.kind == "outcome":
             reserved, charged = held.pop(position), Amount.read(body.get("charges", {}))
             assert ("overran" in body) == (charged.tokens > reserved.tokens or charged.usd > reserved.usd)
