@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import random
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from decimal import Decimal
 from functools import partial
 from typing import Any, NamedTuple
@@ -31,13 +32,14 @@ from agent_run_ledger import (
     current_step,
 )
 from agent_run_ledger import run as run_module
-from agent_run_ledger.drivers import sync
+from agent_run_ledger.drivers import asynchronous, sync
 from agent_run_ledger.rules.budget import ENTRIES_PER_STEP, Amount
 from agent_run_ledger.stores.memory import MemoryStore
 from agent_run_ledger.testing import FakeClock
-from support.explorer import RUN
+from support.explorer import RUN, World
+from support.explorer_async import AsyncLife
 from support.spending import PRICES, RATE, judge
-from support.stage import Staged, ThreadedLife, ThreadedWorld
+from support.stage import Stage, Staged, ThreadedLife, ThreadedWorld
 
 LIMIT = Budget(tokens=1000, usd=Decimal("0.0024"))
 ENDS = (BudgetExceededException, AttemptsExhausted, RunawayLoopDetectedException, RunClosed)
@@ -123,75 +125,119 @@ class Outside:
         return sum(self.used)
 
 
-def step(outside: Outside, call: Call, number: int, before: Any = None) -> None:
-    """Make the call as a step of the run that the calling code is in. A failure ends nothing."""
+def step(outside: Outside, call: Call, number: int, alive: Callable[[], object]) -> Any:
+    """Make the call as a step of the run that the calling code is in; in an async program that is awaited."""
+    run = current_run()
 
     def ask() -> Any:
-        if before is not None:
-            before()
+        alive()
         return outside.ask(call)
 
+    async def aask() -> Any:
+        await asyncio.sleep(0)  # the others of its loop are at it meanwhile
+        return ask()
+
     if not call.most:
-        current_run().step("look", {"number": number}, lambda: None, effect=Effect.READ, may_repeat=True)
-        return
+        return run.step("look", {"number": number}, lambda: None, effect=Effect.READ, may_repeat=True)
     options: dict[str, Any] = {"effect": call.effect} if call.effect else {}
     if call.retries:
         options["retry"] = RetryPolicy(max_attempts=3, base=0.01, cap=0.01)
-    with contextlib.suppress(StepFailed):
-        current_run().step(
-            "ask", {"number": number}, ask, kind="model", max_tokens=call.most, max_usd=RATE * call.most, may_repeat=True,
-            **options,
-        )  # fmt: skip
+    return run.step(
+        "ask", {"number": number}, aask if run.is_async else ask, kind="model", max_tokens=call.most, max_usd=RATE * call.most,
+        may_repeat=True, **options,
+    )  # fmt: skip
 
 
-def play(outside: Outside, program: list[Any], before: Any = None) -> None:
-    """Make all calls of a program, in the order that it says."""
+def play(outside: Outside, program: list[Any], alive: Callable[[], object]) -> None:
+    """Make all calls of a program, in the order that it says. A failure ends nothing."""
+
+    def row(calls: list[Call], number: int) -> None:
+        for call in calls:
+            with contextlib.suppress(StepFailed):
+                step(outside, call, number, alive)
+
     for number, part in enumerate(program):
         if isinstance(part, Call):
-            step(outside, part, number, before)
-            continue
+            row([part], number)
+        else:
+            current_run().gather(*[partial(row, calls, number) for calls in part])
 
-        def branch(row: list[Call], number: int = number) -> None:
-            for call in row:
-                step(outside, call, number, before)
 
-        current_run().gather(*[partial(branch, row) for row in part])
+async def aplay(outside: Outside, program: list[Any], alive: Callable[[], object]) -> None:
+    """The same in an event loop."""
+
+    async def row(calls: list[Call], number: int) -> None:
+        for call in calls:
+            with contextlib.suppress(StepFailed):
+                await step(outside, call, number, alive)
+
+    for number, part in enumerate(program):
+        if isinstance(part, Call):
+            await row([part], number)
+        else:
+            await current_run().gather(*[partial(row, calls, number) for calls in part])
 
 
 # --- any program, stopped anywhere ------------------------------------------------------------------------------------
 
 
-def live(world: ThreadedWorld, outside: Outside, program: list[Any], die_at: int | None) -> int:
-    """One life of the program, whose threads change at every effect. Returns how many ticks it had."""
-    with pytest.MonkeyPatch.context() as patch, world.life(die_at, kind=ThreadedLife) as life:
-        for module in (run_module, sync):
-            patch.setattr(module, "Work", partial(Staged, life.stage))
+class InThreads:
+    """Programs whose branches are threads. They change at every effect."""
 
-        def alive() -> None:
-            life.tick("before the call")
+    def world(self) -> World:
+        return ThreadedWorld(None, OPTIONS)
 
-        agent = life.ledger.agent(name="agent")(lambda: play(outside, program, alive))
-        with contextlib.suppress(*ENDS):
-            life.ledger.run(agent, run_id=RUN)
-    return len(life.ticks)
+    def live(self, world: World, outside: Outside, program: list[Any], die_at: int | None) -> int:
+        """One life of the program. Returns how many ticks it had."""
+        with pytest.MonkeyPatch.context() as patch, world.life(die_at, kind=ThreadedLife) as life:
+            for module in (run_module, sync):
+                patch.setattr(module, "Work", partial(Staged, life.stage))
+            agent = life.ledger.agent(name="agent")(
+                lambda: play(outside, program, lambda: life.tick("before the call"))
+            )
+            with contextlib.suppress(*ENDS):
+                life.ledger.run(agent, run_id=RUN)
+        return len(life.ticks)
 
 
+class InALoop:
+    """Programs whose branches are tasks of an event loop."""
+
+    def world(self) -> World:
+        return World(None, OPTIONS)
+
+    def live(self, world: World, outside: Outside, program: list[Any], die_at: int | None) -> int:
+        """One life of the program. Returns how many ticks it had."""
+        with pytest.MonkeyPatch.context() as patch, world.life(die_at, kind=AsyncLife) as life:
+            patch.setattr(asynchronous, "Work", partial(Staged, Stage(FakeClock())))  # over before the loop goes on
+
+            async def agent() -> None:
+                await aplay(outside, program, lambda: life.tick("before the call"))
+
+            with contextlib.suppress(*ENDS):
+                life.play(lambda: life.arun(agent))
+        return len(life.ticks)
+
+
+OPTIONS: dict[str, Any] = {"budget": LIMIT, "prices": PRICES, "durability": "process"}
+WAYS = pytest.mark.parametrize("way", [InThreads(), InALoop()], ids=["threads", "tasks"])
+
+
+@WAYS
 @given(program=programs, stops=st.lists(st.floats(0, 1), max_size=4))
-def test_no_program_passes_its_budget_wherever_it_is_stopped(program: list[Any], stops: list[float]) -> None:
-    ticks = live(a_world(), Outside(), program, None)
-    world, outside = a_world(), Outside()
+def test_no_program_passes_its_budget_wherever_it_is_stopped(
+    way: InThreads | InALoop, program: list[Any], stops: list[float]
+) -> None:
+    ticks = way.live(way.world(), Outside(), program, None)
+    world, outside = way.world(), Outside()
     for stop in stops:
-        live(world, outside, program, 1 + int(stop * (ticks - 1)))
+        way.live(world, outside, program, 1 + int(stop * (ticks - 1)))
         look(world, outside)
-    live(world, outside, program, None)
+    way.live(world, outside, program, None)
     look(world, outside, is_last=True)
 
 
-def a_world() -> ThreadedWorld:
-    return ThreadedWorld(None, {"budget": LIMIT, "prices": PRICES, "durability": "process"})
-
-
-def look(world: ThreadedWorld, outside: Outside, *, is_last: bool = False) -> None:
+def look(world: World, outside: Outside, *, is_last: bool = False) -> None:
     with world.life() as reader:
         if RUN not in reader.runs():
             return
@@ -211,7 +257,9 @@ def test_the_sum_of_what_is_charged_is_exact(program: list[Call]) -> None:
     outside = Outside()
     with ledger_of(budget=None) as ledger:
         ledger.run(
-            ledger.agent(name="agent")(lambda: play(outside, [call._replace(retries=False) for call in program])),
+            ledger.agent(name="agent")(
+                lambda: play(outside, [call._replace(retries=False) for call in program], lambda: None)
+            ),
             run_id=RUN,
         )
         run = ledger.get_run(RUN)
@@ -222,10 +270,11 @@ def test_the_sum_of_what_is_charged_is_exact(program: list[Call]) -> None:
 def ledger_of(**options: Any) -> AgentRunLedger:
     clock = FakeClock()
     return AgentRunLedger(
-        MemoryStore(clock=clock), clock=clock, prices=PRICES, durability="process", max_steps=100, **options
+        MemoryStore(clock=clock), clock=clock, prices=PRICES, durability="process", **({"max_steps": 100} | options)
     )
 
 
+@WAYS
 @given(
     program=st.lists(
         st.just(FREE) | st.builds(Call, st.integers(1, 400), st.integers(0, 900), st.just("answers")),
@@ -235,11 +284,11 @@ def ledger_of(**options: Any) -> AgentRunLedger:
     branches=st.integers(1, 4),
 )
 def test_an_overrun_is_said_and_once_it_passes_the_budget_nothing_more_is_dispatched(
-    program: list[Call], branches: int
+    way: InThreads | InALoop, program: list[Call], branches: int
 ) -> None:
     """Calls that keep to no maximum, in branches side by side: those that are under way come to their end, no other begins."""
-    world, outside = a_world(), Outside()
-    live(world, outside, [[program] * branches], None)
+    world, outside = way.world(), Outside()
+    way.live(world, outside, [[program] * branches], None)
     with world.life() as reader:
         committed = judge(reader.store.read(RUN), LIMIT, outside.tokens, keeps=False)
         assert reader.ledger.verify().findings == []
@@ -324,3 +373,25 @@ def test_a_step_that_is_retried_without_end_ends_its_run() -> None:
     ledger.create_run("try", RUN)
     with ledger, pytest.raises(BudgetExceededException, match="20 times its budget of 2 steps"):
         ledger.execute_step(RUN, "ask", {}, raising(ConnectionRefusedError("no")), retry=policy)
+
+
+def test_a_step_that_begins_together_with_one_that_is_refused_has_its_outcome_before_the_run_ends() -> None:
+    """Both are decided for one append: what the first of them dispatches is under way when the second would end the run."""
+
+    async def look(number: int) -> int:
+        await asyncio.sleep(0)
+        return number
+
+    heard: list[Any] = []
+
+    async def program() -> None:
+        calls = (current_run().step("look", {"number": at}, look) for at in (1, 2))
+        heard.extend(await asyncio.gather(*calls, return_exceptions=True))
+
+    with ledger_of(max_steps=1) as ledger:
+        with pytest.raises(RunClosed):  # the program goes on behind the refusal, to its end
+            asyncio.run(ledger.arun(ledger.agent(name="agent")(program), run_id=RUN))
+        assert [type(each) for each in heard] == [int, BudgetExceededException]
+        assert [step.state for step in ledger.steps(RUN)] == ["COMPLETED"]
+        assert ledger.get_run(RUN).status == "DEAD_LETTER"
+        assert ledger.verify().findings == []

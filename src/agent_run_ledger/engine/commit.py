@@ -40,6 +40,7 @@ def prepare(run: LiveRun, decisions: Sequence[Decision], moment: Moment) -> Prep
         try:
             while len(plans) < len(decisions) and all(_is_alongside(draft) for draft in plan.drafts):
                 run.ahead += sum(draft.is_first for draft in plan.drafts)
+                run.is_dispatching = run.is_dispatching or any(draft.kind == "intent" for draft in plan.drafts)
                 for draft in plan.drafts:
                     if "holds" in draft.fields:
                         run.reserved_ahead = run.reserved_ahead.plus(Amount.read(draft.fields["holds"]))
@@ -51,7 +52,7 @@ def prepare(run: LiveRun, decisions: Sequence[Decision], moment: Moment) -> Prep
                 if plan.drafts and synced is not True and plan.synced is not False:
                     synced = plan.synced
         finally:
-            run.ahead, run.reserved_ahead, run.is_settling = 0, NOTHING, False
+            run.ahead, run.reserved_ahead, run.is_dispatching, run.is_settling = 0, NOTHING, False, False
     if run.requests:
         drafts = list(drafts)
         if _honour(run, drafts):

@@ -51,7 +51,7 @@ def first_intent(
 
 def exhausted(run: LiveRun, step: StepHistory, reason: str, before: list[Draft]) -> Plan:
     """The end of a run one of whose steps has used up its attempts."""
-    if run.in_flight:
+    if run.has_under_way:
         return Plan(answer=outcomes.CLOSING)
     fields = {"step": step.number, "step_state": StepState.DEAD_LETTER}
     payload = canonical.encode({"reason": f"step {step.number}, {step.tool!r}: {reason}"})
@@ -84,7 +84,7 @@ def dispatch_again(run: LiveRun, call: Call, step: StepHistory, moment: Moment, 
             return Plan(answer=outcomes.NO_ROOM)
         reason = holds if isinstance(holds, str) else None
     if reason is not None:
-        if run.in_flight:
+        if run.has_under_way:
             return Plan(answer=outcomes.CLOSING)
         payload = canonical.encode({"reason": f"step {step.number}, {step.tool!r}: {reason}"})
         spent = Draft("exhausted", Event.BUDGET_EXHAUSTED, {"step": step.number}, payload, step.position, step.attempts)

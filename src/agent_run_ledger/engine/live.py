@@ -87,6 +87,8 @@ class LiveRun:
         """The positions of steps that ran out of time and whose function goes on in its thread."""
         self.ahead = 0
         """How many steps the append that is being decided begins already."""
+        self.is_dispatching = False
+        """Whether that append dispatches anything: no end of the run goes into it."""
         self.reserved_ahead = NOTHING
         """What those steps have reserved."""
         self.is_settling = False
@@ -127,6 +129,11 @@ class LiveRun:
         steps = self.limits.steps
         assert steps is not None
         return steps
+
+    @property
+    def has_under_way(self) -> bool:
+        """Whether anything is dispatched by now, or by the append that is being decided: the run does not end before its outcome."""
+        return bool(self.in_flight) or self.is_dispatching
 
     @property
     def is_resting(self) -> bool:

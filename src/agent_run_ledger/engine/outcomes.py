@@ -142,7 +142,7 @@ def settle(
     if error is None:
         return Plan([draft])
     if issubclass(type(error), call.options.fatal):  # an exception may hide behind its `__class__`
-        if run.in_flight.keys() - {step.position}:  # its own call may have been interrupted, and be in flight no more
+        if run.is_dispatching or run.in_flight.keys() - {step.position}:  # its own call may have been interrupted, and be in flight no more
             return Plan([draft], answer=CLOSING)
         return Plan([draft, _fatal(step)], synced=True)
     retry = call.options.retry
@@ -158,7 +158,7 @@ def end_fatally(step: StepHistory, run: LiveRun, moment: Moment) -> Plan:
     """End the run for an error that is recorded, as soon as nothing is in flight."""
     if run.history.state.is_terminal:
         return Plan()
-    return Plan(answer=CLOSING) if run.in_flight else Plan([_fatal(step)], synced=True)
+    return Plan(answer=CLOSING) if run.has_under_way else Plan([_fatal(step)], synced=True)
 
 
 def _fatal(step: StepHistory) -> Draft:

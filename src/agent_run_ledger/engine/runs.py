@@ -252,7 +252,7 @@ def _value(branch: Branch, position: str, name: str, fresh: Any, run: LiveRun, m
     if doubt is not None:
         return Plan(drafts, error=doubt)
     reason = budget.entries_spent(run.most_steps, history.size - history.asides)
-    if reason is not None and not run.in_flight:
+    if reason is not None and not run.has_under_way:
         fields = {"rule": "budget"} | admission.follows(run, branch)
         refused = Draft("refused", Event.BUDGET_EXHAUSTED, fields, canonical.encode({"reason": reason}), position)
         return Plan([*drafts, refused], error=BudgetExceededException(run.run_id, reason), synced=True)

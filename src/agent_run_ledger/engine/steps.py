@@ -272,7 +272,7 @@ def _refusing(
     run: LiveRun, call: Call, drafts: list[Draft], event: Event, refusal: dict[str, Any], error: Exception
 ) -> Plan:
     """The plan that refuses a call and ends the run: a refusal is written before it is raised."""
-    if run.in_flight:
+    if run.has_under_way:
         return Plan(answer=outcomes.CLOSING)
     fields = {"tool": call.tool, "rule": refusal["rule"]} | admission.follows(run, call.branch)
     refused = Draft("refused", event, fields, canonical.encode(refusal), call.position)
