@@ -142,7 +142,7 @@ def settle(
     if error is None:
         return Plan([draft])
     if issubclass(type(error), call.options.fatal):  # an exception may hide behind its `__class__`
-        others = run.in_flight.keys() - {step.position}  # its own call may have been interrupted, and be in flight no more
+        others = run.in_flight.keys() - {step.position}  # its own may be in flight no more
         if others or run.is_dispatching:
             return Plan([draft], answer=CLOSING)
         return Plan([draft, _fatal(step)], synced=True)
