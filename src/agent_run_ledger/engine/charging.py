@@ -41,7 +41,12 @@ def reserve(run: LiveRun, call: Call, at_work: float) -> Amount | str | None:
         return reason
     if not (limits.are_of_calls and may_cost(call)):
         return None
-    return budget.reserve(limits, spent, held.plus(run.reserved_ahead), _most(run, call))
+    most = _most(run, call)
+    if limits.usd is not None and most.usd is None and run.refuses_unknown_prices:
+        return (
+            f"nothing says what a call of {call.tool!r} may cost: its model has no known price, or its request no bound"
+        )
+    return budget.reserve(limits, spent, held.plus(run.reserved_ahead), most)
 
 
 def may_cost(call: Call) -> bool:
@@ -68,7 +73,8 @@ def charged(run: LiveRun, position: str, value: object, *, was_executed: bool = 
     nothing tells what they cost. An attempt that was surely never carried out costs nothing.
     """
     held = run.history.account.held.get(position, NOTHING)
-    metered = run.metered.get(position) or _told_by(value)
+    call = run.made.get(position)
+    metered = run.metered.get(position) or _told_by(value, call.arguments if call is not None else None)
     if not metered:
         if held == NOTHING or not was_executed:
             return {}
@@ -99,13 +105,14 @@ def charged(run: LiveRun, position: str, value: object, *, was_executed: bool = 
     return fields
 
 
-def _told_by(value: object) -> Sequence[Metered]:
+def _told_by(value: object, arguments: object) -> Sequence[Metered]:
+    """What a response tells. Some providers name the model in the request only."""
     if value is None or isinstance(value, str | bytes | int | float | list | tuple):
         return ()
     from agent_run_ledger.usage import Usage, model_of
 
     usage = Usage.read(value)
-    return (Metered(usage, None, model_of(value)),) if usage is not None else ()
+    return (Metered(usage, None, model_of(value) or model_of(arguments)),) if usage is not None else ()
 
 
 _BUCKETS = (
