@@ -364,7 +364,7 @@ def test_where_unknown_prices_are_refused_no_call_is_made_of_which_nothing_says_
 def test_a_price_is_found_by_the_model_that_a_request_names_where_its_answer_names_none(bench: Bench, way: Way) -> None:
     ledger = bench.open(prices=PRICES)
     said = {"usage": {"inputTokens": 100, "outputTokens": 50, "totalTokens": 150}}
-    ask = way.tool(ledger, lambda modelId: said, name="ask", kind="model")
+    ask = way.tool(ledger, lambda modelId: said, name="ask", kind="model")  # noqa: N803 - as it is called there
 
     def agent() -> Any:
         yield ask("m")
