@@ -285,6 +285,46 @@ sys.exit(main(["recover", "app"]))
 """
 
 
+ASLEEP = """
+import signal, threading
+from agent_run_ledger import AgentRunLedger, Effect
+
+ledger = AgentRunLedger("agent.db")
+
+@ledger.tool(effect=Effect.READ)
+def stand() -> None:
+    def send() -> None:
+        print('"in the tool"', flush=True)
+        signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
+    if IS_RECOVERED:
+        threading.Timer(0.5, send).start()
+    else:
+        print('"in the tool"', flush=True)
+    threading.Event().wait()
+
+@ledger.agent()
+def stands() -> None:
+    stand()
+"""
+
+
+@pytest.mark.parametrize(("number", "status"), [("SIGTERM", 143), ("SIGINT", 130)])
+def test_a_signal_that_does_not_wake_the_main_thread_ends_recovery_all_the_same(
+    folder: Path, number: str, status: int
+) -> None:
+    (folder / "app.py").write_text(ASLEEP.replace("IS_RECOVERED", "False"))
+    begin = "import os; os.chdir(arguments[0]); sys.path.insert(0, ''); import app; app.ledger.run(app.stands, run_id='run')"
+    with child(begin, folder) as first:
+        assert first.hear() == "in the tool"
+        first.kill()
+    (folder / "app.py").write_text(ASLEEP.replace("IS_RECOVERED", "True").replace("SIGTERM", number))
+    with child(RECOVER, folder) as recovery:
+        assert recovery.hear() == "in the tool"
+        assert recovery.ends() == status
+    with AgentRunLedger.open_read_only(folder / "agent.db") as ledger:
+        assert ledger.get_run("run").owner is None
+
+
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 @pytest.mark.parametrize("agent", ["stands", "astands"])
 def test_a_signal_ends_recovery_in_good_order(folder: Path, agent: str, number: signal.Signals, status: int) -> None:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, redirect_stdout
-from types import FrameType
-from typing import NoReturn
+from contextlib import nullcontext, redirect_stdout
 
 from agent_run_ledger.cli.shell import OK, PROBLEM, TERMINATED, UsageError, run_data
+from agent_run_ledger.cli.signals import Ending
 from agent_run_ledger.cli.terminal import Progress, as_json, counted, plain, table
 
 
@@ -40,11 +37,13 @@ def recover(given: argparse.Namespace) -> int:
 
     # What the user's code prints must not come between the JSON.
     aside = redirect_stdout(sys.stderr) if given.json else nullcontext()
-    with _ended_by_sigterm(), aside, ledger_of(given.module) as ledger:
+    # SIGTERM ends it as Ctrl-C does: the step in flight is left in doubt, and every lease is given back.
+    ending = Ending()
+    with ending.guarded(), aside, ledger_of(given.module) as ledger:
         try:
             ended = [ledger.get_run(run_id) for run_id in ledger.recover()]
         except SystemExit as exit_:
-            if exit_.code == TERMINATED and _is_terminated:
+            if exit_.code == TERMINATED and ending.has_come:
                 raise
             sys.stderr.write(
                 f"agent-run-ledger: an agent ended the process with status {exit_.code!r} while its run was recovered: the run is parked, and "
@@ -79,22 +78,3 @@ def recover(given: argparse.Namespace) -> int:
     if stuck:
         print("\n! a person has to look: `agent-run-ledger show RUN` says which command helps")
     return OK if is_well else PROBLEM
-
-
-_is_terminated: list[int] = []
-"""Not empty once this process was told to end."""
-
-
-@contextmanager
-def _ended_by_sigterm() -> Iterator[None]:
-    """SIGTERM ends the block as Ctrl-C does: the step in flight is left in doubt, and every lease is given back."""
-
-    def end(number: int, frame: FrameType | None) -> NoReturn:
-        _is_terminated.append(number)
-        sys.exit(TERMINATED)
-
-    before = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
