@@ -20,7 +20,6 @@ from agent_run_ledger import (
     RunNotFound,
     Spending,
     StepFailed,
-    Usage,
     current_step,
 )
 from agent_run_ledger.drivers import reading
@@ -83,7 +82,13 @@ def test_each_model_and_each_tool_has_what_its_calls_used(bench: Bench, way: Way
         "small": (2, 210, Decimal("0.00122")),
         "large": (1, 110, Decimal("0.00228")),
     }
-    assert cost.spent.usage == Usage(input_tokens=170, cache_read_tokens=40, output_tokens=110)
+    buckets = (
+        cost.spent.input_tokens,
+        cost.spent.cache_read_tokens,
+        cost.spent.cache_write_tokens,
+        cost.spent.output_tokens,
+    )
+    assert (buckets, cost.spent.told_tokens) == ((170, 40, 0, 110), 320)
     assert (cost.spent.calls, cost.spent.usd) == (3, Decimal("0.0035"))
     assert (cost.status, cost.reserved_tokens, cost.saved_tokens, cost.limits) == ("COMPLETED", 0, 0, None)
 
@@ -126,7 +131,7 @@ def test_what_nobody_told_is_counted_and_charged_as_it_was_reserved(bench: Bench
     way.run(ledger, agent, name="agent")
     spent = cost_of(ledger).spent
     assert (spent.unmetered, spent.unpriced, spent.overran) == (1, 2, 1)
-    assert (spent.tokens, spent.usage.total_tokens, spent.usd) == (600, 300, Decimal("0.45"))
+    assert (spent.tokens, spent.told_tokens, spent.usd) == (600, 300, Decimal("0.45"))
 
 
 def test_a_model_of_which_nothing_is_told_is_unmetered_without_a_budget_too(bench: Bench, way: Way) -> None:

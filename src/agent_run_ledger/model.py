@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 if TYPE_CHECKING:
     from datetime import datetime
 
-    from agent_run_ledger.usage import Usage
-
 LIBRARY_VERSION = "0.1.0"
 """What every intent names as a part of its environment; the package's `__version__`."""
 
@@ -276,20 +274,32 @@ class BlockedCall:
 class Spending:
     """What calls have used, as far as it is known, and what was charged for them.
 
-    ``tokens`` and ``usd`` are what they were charged: what was told, else what had been reserved for them. ``usage`` has the tokens
-    that were told, by bucket; its ``usd`` says nothing.
+    ``tokens`` and ``usd`` are what they were charged: what was told, else what had been reserved for them. The buckets are those of
+    `Usage`, and hold what was told.
     """
 
     calls: int
     tokens: int
     usd: Decimal
-    usage: Usage
+    input_tokens: int
+    cache_read_tokens: int
+    cache_write_tokens: int
+    output_tokens: int
+    long_cache_write_tokens: int
+    """Of the cache writes."""
+    reasoning_tokens: int
+    """Of the output."""
     unmetered: int
     """Calls of which nobody told how many tokens they used; those whose process died are among them."""
     unpriced: int
     """Calls of which nobody told what their tokens cost."""
     overran: int
     """Calls that used more than was reserved for them."""
+
+    @property
+    def told_tokens(self) -> int:
+        """The sum of the four buckets; what is missing to ``tokens`` nobody told."""
+        return self.input_tokens + self.cache_read_tokens + self.cache_write_tokens + self.output_tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,8 +72,8 @@ def _has_cost(each: Cost) -> bool:
 
 def _described(found: Cost) -> Iterator[str]:
     spent = found.spent
-    told = [f"{number(count)} {name}" for field, name in _BUCKETS.items() if (count := getattr(spent.usage, field)) > 0]
-    untold = spent.tokens - spent.usage.total_tokens
+    told = [f"{number(count)} {name}" for field, name in _BUCKETS.items() if (count := getattr(spent, field)) > 0]
+    untold = spent.tokens - spent.told_tokens
     if untold > 0:
         told.append(f"{number(untold)} of which nobody told, as they were reserved")
     facts: list[tuple[str, object]] = [
@@ -150,7 +150,6 @@ def _data(found: Cost) -> dict[str, Any]:
     """For `--json`: amounts of dollars are texts, so that they stay exact."""
     data = asdict(replace(found, runs=()))
     for spending in (data["spent"], *data["models"].values(), *data["tools"].values()):
-        del spending["usage"]["usd"]
         spending["usd"] = dollars(spending["usd"])
     for name in ("reserved_usd", "carried_usd", "saved_usd"):
         data[name] = dollars(data[name])

@@ -12,7 +12,6 @@ from agent_run_ledger.engine.history import parse, unreadable
 from agent_run_ledger.model import Cost, Spending
 from agent_run_ledger.rules import canonical
 from agent_run_ledger.rules.budget import NO_LIMITS, NOTHING, Amount, Limits
-from agent_run_ledger.usage import Usage
 
 _BUCKETS = ("input_tokens", "cache_read_tokens", "cache_write_tokens", "output_tokens")
 _COUNTS = (*_BUCKETS, "long_cache_write_tokens", "reasoning_tokens")
@@ -47,12 +46,19 @@ class Sum:
         self.overran += other.overran
         self.charged = self.charged.plus(Amount(other.tokens, other.usd))
         for name in _COUNTS:
-            self.counts[name] += getattr(other.usage, name)
+            self.counts[name] += getattr(other, name)
 
     def spending(self) -> Spending:
         """As a reader sees it."""
-        known = Usage(**self.counts, usd=None)
-        return Spending(self.calls, *self.charged, known, self.unmetered, self.unpriced, self.overran)
+        return Spending(
+            calls=self.calls,
+            tokens=self.charged.tokens,
+            usd=self.charged.usd,
+            unmetered=self.unmetered,
+            unpriced=self.unpriced,
+            overran=self.overran,
+            **self.counts,  # type: ignore[arg-type] # whole numbers, all of them
+        )
 
 
 class Costing:
