@@ -148,32 +148,19 @@ def test_a_step_in_doubt_explains_why_a_run_stands(bench: Bench, way: Way) -> No
     assert said.reason
 
 
-def test_a_divergence_explains_itself_and_nothing_that_was_before(bench: Bench, way: Way) -> None:
-    ledger = bench.open()
-    look = way.tool(ledger, lambda page: page, name="look", effect=Effect.READ)
+def test_a_divergence_explains_itself_and_nothing_that_was_before(bench: Bench) -> None:
+    def start(page: int) -> None:
+        bench.owners_die()
+        with bench.open().open_run("pay", run_id=RUN) as run:
+            run.step("look", {"page": page}, lambda page: page, effect=Effect.READ)
+            run.step("pay", {}, Tool(Died()), effect=Effect.MUTATE)
 
-    def agent(page: int) -> Any:
-        yield look(page)
-        raise KeyError("x")
-
-    agent_of = way.agent(ledger, agent, name="agent")
-    with pytest.raises(KeyError):
-        way.start(ledger, agent_of, 1)
-    said = ledger.explain(RUN)
-    assert (said.status, said.rule) == ("BLOCKED", None)
-    assert said.reason is not None
-    assert "KeyError" in said.reason
-    ledger.detach(RUN)
-    other = bench.open()
-    look = way.tool(other, lambda page: page, name="look", effect=Effect.READ)
-
-    def another(page: int) -> Any:
-        yield look(page + 1)
-
-    with pytest.raises(ReplayDivergence):
-        way.start(other, way.agent(other, another, name="agent"), 1)
-    said = ledger.explain(RUN)
-    assert (said.status, said.evidence, said.limits) == ("BLOCKED", (), None)
+    for page, error, evidence in ((1, Died, ["pay"]), (1, StepInDoubt, ["pay"]), (2, ReplayDivergence, [])):
+        with pytest.raises(error):
+            start(page)
+        said = bench.open().explain(RUN)
+        assert error is Died or [each.tool_name for each in said.evidence] == evidence
+    assert (said.status, said.rule, said.limits) == ("BLOCKED", None, None)
     assert said.reason is not None
     assert "look" in said.reason
 

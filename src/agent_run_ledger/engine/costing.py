@@ -57,7 +57,7 @@ class Sum:
             unmetered=self.unmetered,
             unpriced=self.unpriced,
             overran=self.overran,
-            **self.counts,  # type: ignore[arg-type] # whole numbers, all of them
+            **self.counts,
         )
 
 
