@@ -81,7 +81,8 @@ def charged(run: LiveRun, position: str, value: object, *, was_executed: bool = 
         return {"charges": held.written(), "unmetered": True}
     from agent_run_ledger.prices import cost_of
 
-    fields: dict[str, Any] = {"usage": [_written(each) for each in metered]}
+    uses: list[dict[str, Any]] = []
+    fields: dict[str, Any] = {"usage": uses}
     charges = NOTHING
     for usage, usd, model in metered:
         if usage is None:
@@ -89,6 +90,7 @@ def charged(run: LiveRun, position: str, value: object, *, was_executed: bool = 
         else:
             charges = charges.plus(Amount(usage.total_tokens))
             cost = usd if usd is not None else cost_of(usage, model, run.prices)
+        uses.append(_written(usage, cost, model))
         if cost is None:
             fields["unpriced"] = True
         else:
@@ -125,9 +127,9 @@ _BUCKETS = (
 )
 
 
-def _written(metered: Metered) -> dict[str, Any]:
-    named: dict[str, Any] = {"model": metered.model} if metered.model is not None else {}
-    if metered.usage is not None:
-        named |= {name: count for name in _BUCKETS if (count := getattr(metered.usage, name))}
-    usd = metered.usd if metered.usd is not None or metered.usage is None else metered.usage.usd
+def _written(usage: Usage | None, usd: Decimal | None, model: str | None) -> dict[str, Any]:
+    """One use as it stands in an entry: its model, buckets that are not empty, and what it cost, where that is known."""
+    named: dict[str, Any] = {"model": model} if model is not None else {}
+    if usage is not None:
+        named |= {name: count for name in _BUCKETS if (count := getattr(usage, name))}
     return named | ({"usd": format(usd, "f")} if usd is not None else {})
