@@ -523,9 +523,9 @@ class History:
             self.waiting.discard(position)
         if self._rule is not None and step.waits in (None, "child"):
             self._look(_seen(step, row, body))
-            if "may_repeat" in body:
-                often, first, since = self.repeats.get((step.tool, step.input), (0, step.number, step.created_at))
-                self.repeats[step.tool, step.input] = often + 1, first, since
+        if "may_repeat" in body and step.waits is None:
+            often, first, since = self.repeats.get((step.tool, step.input), (0, step.number, step.created_at))
+            self.repeats[step.tool, step.input] = often + 1, first, since
 
     def _look(self, call: Call) -> None:
         assert self._rule is not None
