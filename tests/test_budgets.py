@@ -338,3 +338,36 @@ def test_a_budget_that_is_none_is_refused(wrong: dict[str, Any]) -> None:
 def test_a_maximum_that_is_none_is_refused(bench: Bench, wrong: dict[str, Any]) -> None:
     with pytest.raises(InvalidArguments, match=next(iter(wrong))):
         bench.open().tool(**wrong)(answer)
+
+
+def test_where_unknown_prices_are_refused_no_call_is_made_of_which_nothing_says_what_it_may_cost(
+    bench: Bench, way: Way
+) -> None:
+    ledger = bench.open(budget=Budget(usd=1), prices=PRICES, unknown_price="refuse")
+    model = Tool(answer())
+    known = way.tool(ledger, lambda messages, max_tokens, model: answer(), name="known", kind="model")
+    bounded = way.tool(ledger, Tool(answer()), name="bounded", kind="model", max_usd="0.1")
+    unknown = way.tool(ledger, model, name="unknown", kind="model")
+
+    def agent() -> Any:
+        yield known([{"role": "user", "content": "?"}], max_tokens=9, model="m")
+        yield bounded()
+        yield unknown()
+
+    with pytest.raises(BudgetExceededException, match="nothing says what a call of 'unknown' may cost"):
+        way.run(ledger, agent, name="agent")
+    assert (model.calls, ledger.get_run(RUN).total_steps) == (0, 2)
+    with pytest.raises(ValueError, match="unknown_price"):
+        bench.open(unknown_price="free")
+
+
+def test_a_price_is_found_by_the_model_that_a_request_names_where_its_answer_names_none(bench: Bench, way: Way) -> None:
+    ledger = bench.open(prices=PRICES)
+    said = {"usage": {"inputTokens": 100, "outputTokens": 50, "totalTokens": 150}}
+    ask = way.tool(ledger, lambda modelId: said, name="ask", kind="model")  # noqa: N803 - as it is called there
+
+    def agent() -> Any:
+        yield ask("m")
+
+    way.run(ledger, agent, name="agent")
+    assert spent(ledger) == (150, Decimal("0.0007"))

@@ -33,7 +33,7 @@ from agent_run_ledger.stores.diagnosis import has_wal_reset_bug
 from support.shell import NAMES, TEXTS, Shell, is_one_line, is_safe
 
 COMMANDS = [
-    "runs", "show", "plan", "trace", "dead-letters", "approvals", "verify", "doctor", "resolve", "release", "cancel", "redrive", "fork",
+    "runs", "show", "plan", "trace", "cost", "explain", "dead-letters", "approvals", "verify", "doctor", "resolve", "release", "cancel", "redrive", "fork",
     "signal", "approve", "deny", "recover", "preflight", "supervise", "demo",
 ]  # fmt: skip
 SOURCE = Path(__file__).resolve().parent.parent / "src"
@@ -558,6 +558,8 @@ def test_a_reader_that_goes_away_is_no_error(db: Path) -> None:
         ("doctor", 0),
         ("trace october", 0),
         ("dead-letters", 0),
+        ("cost", 0),
+        ("explain november", 0),
         ("cancel november", 3),
         ("cancel november --yes", 0),
         ("show nobody", 2),

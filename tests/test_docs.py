@@ -39,6 +39,7 @@ import agent_run_ledger
 from agent_run_ledger import (
     AgentRunLedger,
     Budget,
+    CallBlocked,
     Effect,
     LedgerError,
     LoopDetectorPolicy,
@@ -967,6 +968,8 @@ def rich(tmp_path: Path) -> Path:
     options: dict[str, Any] = {"clock": clock, "heartbeat_seconds": 29.0}
     with AgentRunLedger(path, max_steps=8, loop_threshold=3, **options) as ledger, _undeclared_is_said():
         fill(ledger)
+    with AgentRunLedger(path, policy=Patient(), budget=Budget(tokens=500, notice_at=0.5), **options) as ledger:
+        fill_with_usage(ledger)
     with AgentRunLedger(path, durability="process", **options) as ledger:
         fill_side_by_side(ledger)
     with AgentRunLedger(path, policy=Suspicious(max_repetitions=2), **options) as ledger:
@@ -1031,6 +1034,44 @@ def fill(ledger: AgentRunLedger) -> None:
         step("exhausted", "fails", fails)
         with contextlib.suppress(LedgerError):
             ledger.create_run("exhausted", "exhausted")
+
+
+class Patient(LoopDetectorPolicy):
+    """Says something before it refuses anything."""
+
+    def __init__(self) -> None:
+        super().__init__(reactions={"suspected": "notice", "certain": "notice"})
+
+
+def fill_with_usage(ledger: AgentRunLedger) -> None:
+    """What calls use, and what a run is told before it ends."""
+    told = {"model": "m", "usage": {"prompt_tokens": 200, "completion_tokens": 200}}
+
+    @ledger.tool(kind="model", max_tokens=10)
+    async def think(n: int) -> int:
+        return n
+
+    @ledger.tool(effect=Effect.READ)
+    async def fail() -> None:
+        raise ValueError("no such page")
+
+    @ledger.agent()
+    async def goes_round(thoughts: int) -> None:
+        for _ in range(3):
+            with contextlib.suppress(StepFailed):
+                await fail()
+        thinking = [asyncio.create_task(think(n)) for n in range(thoughts)]
+        for first in thinking[:1]:
+            await first  # the second has its outcome, too, and waits for its turn
+        with contextlib.suppress(CallBlocked):
+            await fail()
+        await asyncio.gather(*thinking)
+
+    with ledger.open_run("pays", "pays") as run:
+        run.step("forgets", {}, lambda: "?", kind="model", max_tokens=50, max_usd="0.1")
+        run.step("ask", {}, lambda: told, kind="model", max_tokens=100)
+    ledger.run(goes_round, 0, run_id="goes round")
+    ledger.run(goes_round, 2, run_id="goes round beside thoughts")
 
 
 def fill_side_by_side(ledger: AgentRunLedger) -> None:
@@ -1190,12 +1231,12 @@ def fill_by_others(ledger: AgentRunLedger, clock: Answering) -> None:
 
 def fill_by_forks(ledger: AgentRunLedger) -> None:
     """What is carried from one run to another."""
-    limits = Budget(deadline=datetime(2100, 1, 1, tzinfo=UTC))
+    limits = Budget(tokens=100, usd=1, seconds=60, deadline=datetime(2100, 1, 1, tzinfo=UTC), notice_at=0.9)
     ledger.redrive("spent", budget=limits, max_steps=20)
     ledger.fork("parent", ledger.get_run("parent").total_steps + 1)
     ledger.fork("continued", 2)
     ledger.fork("rests", 1)  # its signals are there to be taken once more
-    for run_id in ("one", "undeclared", "found", "rests", "taken over"):
+    for run_id in ("one", "goes round", "undeclared", "found", "rests", "taken over"):
         ledger.fork(run_id, ledger.get_run(run_id).total_steps + 1)
 
 

@@ -50,6 +50,16 @@ def counting(bench: Bench, durability: Any, hold: Callable[[], None] | None = No
     return AgentRunLedger(store, clock=bench.clock, durability=durability), store
 
 
+def is_written_as(store: Counting, expected: list[int]) -> bool:
+    """Whether so many runs were written together, one transaction after the other.
+
+    The loop itself writes to what is near. For a server a thread does, and takes what has come by the time at which it looks.
+    """
+    if not store.is_remote:
+        return store.together == expected
+    return sum(store.together) == sum(expected) and max(store.together) <= AT_ONCE
+
+
 async def one_step_each(ledger: AgentRunLedger, run_ids: list[str]) -> list[int]:
     calls = [ledger.aexecute_step(run_id, "double", {"n": n}, double) for n, run_id in enumerate(run_ids)]
     return await asyncio.gather(*calls)
@@ -59,8 +69,8 @@ def test_what_runs_commit_in_one_turn_of_the_loop_is_one_transaction(bench: Benc
     ledger, store = counting(bench, "process")
     run_ids = [ledger.create_run("goal") for _ in range(RUNS)]
     assert asyncio.run(one_step_each(ledger, run_ids)) == [2 * n for n in range(RUNS)]
-    assert store.together == [RUNS, RUNS]
-    assert store.synced == [False, False]
+    assert is_written_as(store, [RUNS, RUNS])
+    assert not any(store.synced)
     ledger.close()
 
 
@@ -68,7 +78,7 @@ def test_so_many_runs_that_memory_would_fill_are_several_transactions(bench: Ben
     ledger, store = counting(bench, "process")
     run_ids = [ledger.create_run("goal") for _ in range(AT_ONCE + 1)]
     asyncio.run(one_step_each(ledger, run_ids))
-    assert store.together == [AT_ONCE, 1] * 2
+    assert is_written_as(store, [AT_ONCE, 1] * 2)
     ledger.close()
 
 
@@ -80,7 +90,7 @@ def test_parallel_steps_of_one_run_share_their_transactions(bench: Bench) -> Non
         return await asyncio.gather(*(ledger.aexecute_step(run_id, "double", {"n": n}, double) for n in range(RUNS)))
 
     assert asyncio.run(side_by_side()) == [2 * n for n in range(RUNS)]
-    assert store.together == [1, 1]
+    assert store.together == [1, 1] or (store.is_remote and {*store.together} == {1})
     assert [step.step_number for step in ledger.steps(run_id)] == list(range(1, RUNS + 1))
     assert ledger.verify(run_id).ok
     ledger.close()

@@ -504,3 +504,23 @@ def test_arguments_of_a_step_that_was_tried_again_are_looked_at_when_the_run_is_
         ledger.resume_run("run")
         with pytest.raises(RunawayLoopDetectedException, match="nearly the same arguments"):
             ledger.execute_step("run", "score", given | {"aspect": WORDS[6]}, score, effect=Effect.READ)
+
+
+@pytest.mark.parametrize(
+    ("name", "volatile"),
+    [
+        ("requestId", True),
+        ("createdAt", True),
+        ("request_id", True),
+        ("modelId", False),
+        ("Id", False),
+        ("At", False),
+        ("", False),
+    ],
+)
+def test_names_in_camel_case_are_read_as_others_are(name: str, volatile: bool) -> None:
+    assert wording.is_volatile(name) is volatile
+    detector = LoopDetectorPolicy().detector()
+    levels = [detector.observe("look", {name: number}, "the same").level for number in range(3)]
+    assert levels[:2] == ["ok", "ok"]
+    assert levels[2] == "suspected" or not volatile

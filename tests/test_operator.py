@@ -282,7 +282,7 @@ class Suspicious(LoopDetectorPolicy):
         return Suspects()
 
 
-def test_a_run_in_quarantine_takes_nothing_until_it_is_released_and_counts_afresh_then(bench: Bench) -> None:
+def test_a_run_in_quarantine_takes_nothing_until_it_is_released_and_is_there_again_at_once_if_it_goes_on(bench: Bench) -> None:
     tool = Tool(0)
 
     def loops(calls: int) -> None:
@@ -296,7 +296,7 @@ def test_a_run_in_quarantine_takes_nothing_until_it_is_released_and_counts_afres
         with pytest.raises(RunawayLoopDetectedException):
             loops(20)
         assert ledger.get_run(RUN).status == "QUARANTINE"
-        assert tool.calls == 3 * (released + 1)
+        assert tool.calls == 3 + released
         with pytest.raises(RunClosed):
             loops(20)
         with pytest.raises(IllegalTransition):
@@ -305,8 +305,8 @@ def test_a_run_in_quarantine_takes_nothing_until_it_is_released_and_counts_afres
         assert (ledger.get_run(RUN).status, ledger.get_run(RUN).cause) == ("CHECKPOINTED", None)
         with pytest.raises(IllegalTransition):
             ledger.release(RUN)
-    loops(11)
-    assert (ledger.get_run(RUN).status, tool.calls) == ("COMPLETED", 11)
+    loops(6)
+    assert (ledger.get_run(RUN).status, tool.calls) == ("COMPLETED", 6)
     assert told(bench) == [("released", {"by": "ann", "reason": "it is meant"})] * 3
     assert ledger.verify().findings == []
 

@@ -62,10 +62,14 @@ if TYPE_CHECKING:
     from agent_run_ledger.ledger import compute_fingerprint as compute_fingerprint
     from agent_run_ledger.model import Approval as Approval
     from agent_run_ledger.model import ApprovalRequest as ApprovalRequest
+    from agent_run_ledger.model import BlockedCall as BlockedCall
     from agent_run_ledger.model import Budget as Budget
     from agent_run_ledger.model import CopiedRun as CopiedRun
+    from agent_run_ledger.model import Cost as Cost
     from agent_run_ledger.model import Effect as Effect
     from agent_run_ledger.model import Event as Event
+    from agent_run_ledger.model import Evidence as Evidence
+    from agent_run_ledger.model import Explanation as Explanation
     from agent_run_ledger.model import Finding as Finding
     from agent_run_ledger.model import MayRepeat as MayRepeat
     from agent_run_ledger.model import Notice as Notice
@@ -74,6 +78,7 @@ if TYPE_CHECKING:
     from agent_run_ledger.model import RetryPolicy as RetryPolicy
     from agent_run_ledger.model import RunRecord as RunRecord
     from agent_run_ledger.model import RunState as RunState
+    from agent_run_ledger.model import Spending as Spending
     from agent_run_ledger.model import StepRecord as StepRecord
     from agent_run_ledger.model import StepState as StepState
     from agent_run_ledger.model import StuckRun as StuckRun
@@ -156,6 +161,11 @@ else:
         "AgentRunLedger": "ledger",
         "compute_fingerprint": "ledger",
         "Budget": "model",
+        "Spending": "model",
+        "Explanation": "model",
+        "Evidence": "model",
+        "Cost": "model",
+        "BlockedCall": "model",
         "MayRepeat": "model",
         "Notice": "model",
         "Effect": "model",
@@ -203,16 +213,18 @@ __all__ = [
     "ApprovalMismatch",
     "ApprovalRequest",
     "AttemptsExhausted",
+    "BlockedCall",
     "Budget",
-    "MayRepeat",
-    "Notice",
     "BudgetExceededException",
     "CallBlocked",
     "CopiedRun",
     "CopyRefused",
+    "Cost",
     "Effect",
     "EffectConflict",
     "Event",
+    "Evidence",
+    "Explanation",
     "Finding",
     "GenaiPrices",
     "Handle",
@@ -224,8 +236,10 @@ __all__ = [
     "LeaseLost",
     "LedgerError",
     "LoopDetectorPolicy",
+    "MayRepeat",
     "NotALedger",
     "NotDurableWarning",
+    "Notice",
     "PayloadTooLarge",
     "PlainDataWarning",
     "PlannedAction",
@@ -251,6 +265,7 @@ __all__ = [
     "RunawayLoopDetectedException",
     "RunawayLoopException",
     "SchemaTooNew",
+    "Spending",
     "Step",
     "StepCancelled",
     "StepContext",

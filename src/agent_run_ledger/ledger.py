@@ -127,6 +127,7 @@ class Ledger(Operator):
         *,
         limits: Limits,
         prices: Prices | None,
+        unknown_price: str,
         policy: LoopDetectorPolicy,
         durability: Durability,
         lease_seconds: float,
@@ -140,6 +141,8 @@ class Ledger(Operator):
     ) -> None:
         if durability not in ("full", "process"):
             raise ValueError(f"durability is 'full' or 'process', not {durability!r}")
+        if unknown_price not in ("charge_reservation", "refuse"):
+            raise ValueError(f"unknown_price is 'charge_reservation' or 'refuse', not {unknown_price!r}")
         if undeclared not in ("dispatch", "block"):
             raise ValueError(f"undeclared is 'dispatch' or 'block', not {undeclared!r}")
         for name, seconds in (("heartbeat_seconds", heartbeat_seconds), ("lease_seconds", lease_seconds)):
@@ -183,6 +186,7 @@ class Ledger(Operator):
             heartbeat_seconds,
             limits,
             prices,
+            unknown_price,
             undeclared,
             policy.rule,
             policy.reactions,
@@ -494,6 +498,7 @@ class AgentRunLedger(Fleet, Ledger):
         heartbeat_seconds: float = 3.0,
         budget: Budget | None = None,
         prices: Prices | None = None,
+        unknown_price: str = "charge_reservation",
         policy: LoopDetectorPolicy | None = None,
         undeclared: str = "dispatch",
         owner: str | None = None,
@@ -514,6 +519,7 @@ class AgentRunLedger(Fleet, Ledger):
             db_path,
             limits=Limits.of(budget).over(Limits(steps=max_steps)),
             prices=prices,
+            unknown_price=unknown_price,
             policy=policy
             or LoopDetectorPolicy(
                 max_repetitions=int(loop_threshold) if loop_threshold is _LOOP_THRESHOLD else loop_threshold

@@ -258,6 +258,118 @@ class Notice:
     text: str
 
 
+@dataclass(frozen=True, slots=True)
+class BlockedCall:
+    """A call that the breaker refused in a run that went on. Its arguments are not recorded, only their digest is."""
+
+    position: str
+    tool_name: str
+    rule: str
+    reason: str
+    evidence: tuple[int, ...]
+    """Numbers of the steps that it would have gone on with."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spending:
+    """What calls have used, as far as it is known, and what was charged for them.
+
+    ``tokens`` and ``usd`` are what they were charged: what was told, else what had been reserved for them. The buckets are those of
+    `Usage`, and hold what was told.
+    """
+
+    calls: int
+    tokens: int
+    usd: Decimal
+    input_tokens: int
+    cache_read_tokens: int
+    cache_write_tokens: int
+    output_tokens: int
+    long_cache_write_tokens: int
+    """Of the cache writes."""
+    reasoning_tokens: int
+    """Of the output."""
+    unmetered: int
+    """Calls of which nobody told how many tokens they used; those whose process died are among them."""
+    unpriced: int
+    """Calls of which nobody told what their tokens cost."""
+    overran: int
+    """Calls that used more than was reserved for them."""
+
+    @property
+    def told_tokens(self) -> int:
+        """The sum of the four buckets; what is missing to ``tokens`` nobody told."""
+        return self.input_tokens + self.cache_read_tokens + self.cache_write_tokens + self.output_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What a run has cost, or all runs together. The parts of ``models``, and those of ``tools``, add up to what is charged in ``spent``."""
+
+    run_id: str | None
+    """None: of all runs."""
+    status: str | None
+    spent: Spending
+    """What this run's own calls have used: those that cost anything, or may have."""
+    reserved_tokens: int
+    reserved_usd: Decimal
+    """What calls have reserved that were dispatched and have no outcome: they are in flight, or in doubt."""
+    saved_tokens: int
+    saved_usd: Decimal
+    """What was not paid again: the sum of what was spent each time another owner went on with the run and made a new call."""
+    carried_tokens: int
+    carried_usd: Decimal
+    """What the run has taken over from the one that it was made from. That has paid for it; it counts for this run's limits all the same."""
+    models: dict[str, Spending]
+    """By the name of the model; under ``""`` what no model is known of."""
+    tools: dict[str, Spending]
+    """By the name of the tool: those of which anything was told or charged, or should have been."""
+    limits: Budget | None
+    """As far as the log knows them: from where the run was made from another one, and from where its budget ended it."""
+    runs: tuple[Cost, ...] = ()
+    """Of all runs: each of them, oldest first."""
+    trouble: str | None = None
+    """Why the run cannot be read. Then what it has cost is not known, and is in no sum."""
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """One of the steps that a halt rests on. Texts are shortened to 1,000 characters; None where there is none or it was erased."""
+
+    step_number: int
+    tool_name: str
+    arguments: str | None
+    outcome: str | None
+    """Its output, or its error as ``Type: message``."""
+    state: str
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """Why a run was halted, or why it stands."""
+
+    run_id: str
+    status: str
+    rule: str | None
+    """The rule that halted it: one of the breaker's, or ``"budget"``; None where it was something else."""
+    reason: str | None
+    tool_name: str | None
+    """The tool whose call was refused."""
+    evidence: tuple[Evidence, ...]
+    notices: tuple[Notice, ...]
+    blocked: tuple[BlockedCall, ...]
+    steps: int
+    """How many steps it has."""
+    refused: int
+    """How many calls were refused; they count against the limit of steps."""
+    spent_tokens: int
+    spent_usd: Decimal
+    reserved_tokens: int
+    reserved_usd: Decimal
+    limits: Budget | None
+    """As for `Cost`."""
+
+
 @dataclass(slots=True)
 class StepRecord:
     """One step of a run as a reader sees it. Times are Unix seconds, digests and keys lower-case hex."""

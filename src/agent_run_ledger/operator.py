@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from reprlib import repr as shown
 from typing import TYPE_CHECKING, Any
 
@@ -12,10 +13,12 @@ from agent_run_ledger.agents import child_of
 from agent_run_ledger.drivers import reading
 from agent_run_ledger.engine import forking, recovery, requests, runs, tracing
 from agent_run_ledger.engine.recovery import Declaration
-from agent_run_ledger.errors import ApprovalMismatch, IllegalTransition, InvalidArguments, RunOwned
+from agent_run_ledger.errors import ApprovalMismatch, IllegalTransition, InvalidArguments, RunOwned, StoreCorrupt
 from agent_run_ledger.model import (
     ApprovalRequest,
     Budget,
+    Cost,
+    Explanation,
     PlannedAction,
     RunRecord,
     RunState,
@@ -193,6 +196,44 @@ class Operator:
     def trace(self, run_id: str) -> list[TraceLine]:
         """What happened to the run, in order: every attempt, error, question, answer and refusal, and what operators did."""
         return tracing.trace(self._whole(self.get_run(run_id).run_id))
+
+    def cost(self, run_id: str | None = None) -> Cost:
+        """What the run has spent and reserved, by model and by tool, and what replays of it have saved; of all runs without `run_id`.
+
+        Reads every entry, without arguments and outputs. Raises `RunNotFound`, and `StoreCorrupt` for one run that is damaged; among
+        all runs such a one is a `Cost` with its `trouble`.
+        """
+        from agent_run_ledger.engine import costing
+
+        if run_id is not None:
+            return self._cost(self.get_run(run_id))
+        found = []
+        for record in self.runs():
+            try:
+                found.append(self._cost(record))
+            except StoreCorrupt as error:
+                found.append(costing.unread(record.run_id, record.status, str(error)))
+        return costing.together(found)
+
+    def _cost(self, record: RunRecord) -> Cost:
+        from agent_run_ledger.engine import costing
+
+        fold = costing.Costing(record.run_id)
+        for page in reading.pages(self._store, record.run_id, payloads_up_to=0):
+            for row in page:
+                fold.take(reading.whole(self._store, record.run_id, row) if row.kind in costing.LIMITS_SAID else row)
+        return fold.cost(record.status)
+
+    def explain(self, run_id: str) -> Explanation:
+        """Why the run was halted, or why it stands: the rule, the reason, the steps that this rests on, what it was told before.
+
+        Raises `RunNotFound` and `StoreCorrupt`.
+        """
+        from agent_run_ledger.engine import explaining
+
+        record = self.get_run(run_id)
+        fetch = partial(self._store.payload, run_id)
+        return explaining.explain(reading.read(self._store, run_id), record, fetch)
 
     def plan(self, run_id: str) -> list[PlannedAction]:
         """What the next start of the run's program would do about each step that is not settled.

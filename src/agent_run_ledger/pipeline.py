@@ -246,6 +246,7 @@ class RunLedger(Ledger):
         max_parallel: int = 1,
         budget: Budget | None = None,
         prices: Prices | None = None,
+        unknown_price: str = "charge_reservation",
         durability: Durability = "full",
         lease_seconds: float = 30.0,
         heartbeat_seconds: float = 3.0,
@@ -267,6 +268,7 @@ class RunLedger(Ledger):
             db_path,
             limits=Limits.of(budget)._replace(steps=1),  # each execution sets the number of its steps
             prices=prices,
+            unknown_price=unknown_price,
             policy=policy or LoopDetectorPolicy(),
             durability=durability,
             lease_seconds=lease_seconds,

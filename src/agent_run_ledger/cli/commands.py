@@ -170,6 +170,28 @@ def _add_looking(commands: _Commands) -> None:
         "--db demo/agent.db trace reconcile-2026-10",
     )
     trace.add_argument("run_id", metavar="RUN")
+    cost = add(
+        "cost",
+        "costs",
+        "Show what a run has cost, or all runs: what was spent, by model and by tool, what is reserved, what replays have saved, and "
+        "of how many calls something is not known.",
+        "--db demo/agent.db cost reconcile-2026-10",
+    )
+    cost.add_argument("run_id", metavar="RUN", nargs="?")
+    cost.add_argument(
+        "--limit",
+        metavar="N",
+        type=count,
+        help="without RUN: list only the newest N runs (default: 50; 0 and --json: all)",
+    )
+    explain = add(
+        "explain",
+        "explaining",
+        "Show why a run was halted, or why it stands: the rule, the reason, the steps that this rests on side by side, what its program "
+        "was told before, and for a budget what was spent and reserved.",
+        "--db demo/agent.db explain runaway-loop",
+    )
+    explain.add_argument("run_id", metavar="RUN")
     letters = add(
         "dead-letters",
         "tracing",

@@ -134,6 +134,7 @@ class Leases:
         heartbeat_seconds: float,
         given: Limits,
         prices: Prices | None,
+        unknown_price: str,
         undeclared: str,
         rule: Callable[[], Rule],
         reactions: Mapping[str, str],
@@ -145,6 +146,7 @@ class Leases:
         self._heartbeat_seconds = heartbeat_seconds
         self._given = given
         self._prices = prices
+        self._unknown_price = unknown_price
         self.undeclared = undeclared
         self._rule = rule
         self._reactions = reactions
@@ -187,6 +189,7 @@ class Leases:
                     self._most = max(_KEPT, 2 * len(self._runs))  # so that looking for them costs little
                 fresh = HeldRun(History(run_id, b""), self._given, self.undeclared)
                 fresh.prices, fresh.reactions = self._prices, self._reactions
+                fresh.refuses_unknown_prices = self._unknown_price == "refuse"
                 run = self._runs.setdefault(run_id, fresh)
         return run
 

@@ -11,15 +11,24 @@ from agent_run_ledger.rules.budget import NOTHING, Amount
 class Account:
     """As the entries tell it: intents reserve, outcomes give back what was reserved and say what was used."""
 
-    __slots__ = ("held", "spent")
+    __slots__ = ("_program", "held", "saved", "spent")
 
     def __init__(self, spent: Amount = NOTHING, held: Mapping[str, Amount] | None = None) -> None:
         self.spent = spent
         """What calls have used, and what those may have used of which that is not known."""
         self.held = dict(held or {})
         """What calls may use that are dispatched and have no outcome, by position."""
+        self.saved = NOTHING
+        """What was not paid again each time another owner's program began anew and was given what is recorded."""
+        self._program = 0
+
+    def began(self, token: int) -> None:
+        """A program makes a new call: the first under this fencing token was given all that had been paid for by then."""
+        if token != self._program:
+            self.saved, self._program = self.saved.plus(self.spent), token
 
     def copy(self) -> Account:
+        """What is spent and held, to go on with."""
         return Account(self.spent, self.held)
 
     def take(self, kind: str, position: str | None, fields: Mapping[str, Any]) -> None:

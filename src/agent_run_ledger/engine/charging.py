@@ -41,7 +41,12 @@ def reserve(run: LiveRun, call: Call, at_work: float) -> Amount | str | None:
         return reason
     if not (limits.are_of_calls and may_cost(call)):
         return None
-    return budget.reserve(limits, spent, held.plus(run.reserved_ahead), _most(run, call))
+    most = _most(run, call)
+    if limits.usd is not None and most.usd is None and run.refuses_unknown_prices:
+        return (
+            f"nothing says what a call of {call.tool!r} may cost: its model has no known price, or its request no bound"
+        )
+    return budget.reserve(limits, spent, held.plus(run.reserved_ahead), most)
 
 
 def may_cost(call: Call) -> bool:
@@ -68,14 +73,16 @@ def charged(run: LiveRun, position: str, value: object, *, was_executed: bool = 
     nothing tells what they cost. An attempt that was surely never carried out costs nothing.
     """
     held = run.history.account.held.get(position, NOTHING)
-    metered = run.metered.get(position) or _told_by(value)
+    call = run.made.get(position)
+    metered = run.metered.get(position) or _told_by(value, call.arguments if call is not None else None)
     if not metered:
         if held == NOTHING or not was_executed:
             return {}
         return {"charges": held.written(), "unmetered": True}
     from agent_run_ledger.prices import cost_of
 
-    fields: dict[str, Any] = {"usage": [_written(each) for each in metered]}
+    uses: list[dict[str, Any]] = []
+    fields: dict[str, Any] = {"usage": uses}
     charges = NOTHING
     for usage, usd, model in metered:
         if usage is None:
@@ -83,6 +90,7 @@ def charged(run: LiveRun, position: str, value: object, *, was_executed: bool = 
         else:
             charges = charges.plus(Amount(usage.total_tokens))
             cost = usd if usd is not None else cost_of(usage, model, run.prices)
+        uses.append(_written(usage, cost, model))
         if cost is None:
             fields["unpriced"] = True
         else:
@@ -99,13 +107,14 @@ def charged(run: LiveRun, position: str, value: object, *, was_executed: bool = 
     return fields
 
 
-def _told_by(value: object) -> Sequence[Metered]:
+def _told_by(value: object, arguments: object) -> Sequence[Metered]:
+    """What a response tells. Some providers name the model in the request only."""
     if value is None or isinstance(value, str | bytes | int | float | list | tuple):
         return ()
     from agent_run_ledger.usage import Usage, model_of
 
     usage = Usage.read(value)
-    return (Metered(usage, None, model_of(value)),) if usage is not None else ()
+    return (Metered(usage, None, model_of(value) or model_of(arguments)),) if usage is not None else ()
 
 
 _BUCKETS = (
@@ -118,9 +127,9 @@ _BUCKETS = (
 )
 
 
-def _written(metered: Metered) -> dict[str, Any]:
-    named: dict[str, Any] = {"model": metered.model} if metered.model is not None else {}
-    if metered.usage is not None:
-        named |= {name: count for name in _BUCKETS if (count := getattr(metered.usage, name))}
-    usd = metered.usd if metered.usd is not None or metered.usage is None else metered.usage.usd
+def _written(usage: Usage | None, usd: Decimal | None, model: str | None) -> dict[str, Any]:
+    """One use as it stands in an entry: its model, buckets that are not empty, and what it cost, where that is known."""
+    named: dict[str, Any] = {"model": model} if model is not None else {}
+    if usage is not None:
+        named |= {name: count for name in _BUCKETS if (count := getattr(usage, name))}
     return named | ({"usd": format(usd, "f")} if usd is not None else {})

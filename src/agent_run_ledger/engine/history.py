@@ -13,7 +13,7 @@ from agent_run_ledger.engine.account import Account
 from agent_run_ledger.errors import StoreCorrupt
 from agent_run_ledger.model import Effect, Notice, RunState, Verdict
 from agent_run_ledger.rules import canonical, loops
-from agent_run_ledger.rules.budget import NO_LIMITS, NOTHING, Limits
+from agent_run_ledger.rules.budget import NO_LIMITS, Limits
 from agent_run_ledger.rules.loops.breaker import Rule
 from agent_run_ledger.rules.loops.calls import ERRORS_LOOKED_AT, Asked, Call
 from agent_run_ledger.rules.loops.signs import OK
@@ -47,6 +47,14 @@ def _parse_all(rows: list[Row]) -> list[dict[str, Any]] | None:
     except (ValueError, TypeError):
         return None
     return parsed if end == len(text) and len(parsed) == len(rows) else None
+
+
+def unreadable(run_id: str, row: Row, error: Exception) -> StoreCorrupt:
+    """What whoever needs this entry is told."""
+    return StoreCorrupt(
+        f"run {run_id!r}, entry {row.seq}: its body cannot be read ({type(error).__name__}: {error}). "
+        "Nothing was changed; run `agent-run-ledger verify` and restore from a backup."
+    )
 
 
 def _order(row: Row, body: dict[str, Any]) -> int:
@@ -384,6 +392,10 @@ class History:
         self.result: bytes | None = None
         self.result_digest = ""
         self.cause: bytes | None = None
+        self.caused_at: str | None = None
+        """Where the call or step stands that the cause is about."""
+        self.caused_by: str | None = None
+        """The tool that was to be called when that was refused."""
         self.honoured = 0
         """The id up to which every request has become an entry."""
         self.answered: set[int] = set()
@@ -406,13 +418,9 @@ class History:
         self.last_outcome = 0
         """The seq of the last outcome."""
         self.account = Account()
-        self.saved = NOTHING
-        """What was not paid again each time another owner's program began anew and was given what is recorded."""
         self.worked = 0.0
         """Seconds in which the run's program was at work, up to the last entry."""
         self.last_at = 0.0
-        self._program = 0
-        """The token under which the program has written last."""
         self.trailing: dict[str, StepHistory] = {}
         """Steps whose failure nobody has acted upon."""
         self.running: set[str] = set()
@@ -445,10 +453,7 @@ class History:
                         row.position or ""
                     ].let_go_of_long()  # read for the loop rules, which have seen it now
             except (ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
-                raise StoreCorrupt(
-                    f"run {self.run_id!r}, entry {row.seq}: its body cannot be read ({type(error).__name__}: {error}). "
-                    "Nothing was changed; run `agent-run-ledger verify` and restore from a backup."
-                ) from error
+                raise unreadable(self.run_id, row, error) from error
 
     def absorb(self, row: Row, body: dict[str, Any]) -> None:
         """Take one more entry in."""
@@ -484,9 +489,9 @@ class History:
         self.cause = self.retry_at = None
         position = row.position or ""
         self.running.add(position)
+        if "carried" not in body:
+            self.account.began(body["token"])
         self.account.take("intent", position, body)
-        if body["token"] != self._program and "carried" not in body:
-            self.saved, self._program = self.saved.plus(self.account.spent), body["token"]
         step = self.positions.get(position)
         if step is not None:
             self.waiting.discard(position)
@@ -527,9 +532,9 @@ class History:
             self.waiting.discard(position)
         if self._rule is not None and step.waits in (None, "child"):
             self._look(_seen(step, row, body))
-            if "may_repeat" in body:
-                often, first, since = self.repeats.get((step.tool, step.input), (0, step.number, step.created_at))
-                self.repeats[step.tool, step.input] = often + 1, first, since
+        if "may_repeat" in body and step.waits is None:
+            often, first, since = self.repeats.get((step.tool, step.input), (0, step.number, step.created_at))
+            self.repeats[step.tool, step.input] = often + 1, first, since
 
     def _look(self, call: Call) -> None:
         assert self._rule is not None
@@ -583,7 +588,7 @@ class History:
             self.trailing.clear()
             self.result, self.result_digest = row.payload, body["payload"]
         elif kind in ("parked", "refused", "exhausted", "aborted", "cancelled"):
-            self.cause = row.payload
+            self.cause, self.caused_at, self.caused_by = row.payload, position, body.get("tool")
             if position is None:
                 self.retry_at = body.get("retry_at")
                 self.failures += self.retry_at is not None

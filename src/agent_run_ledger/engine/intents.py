@@ -86,7 +86,8 @@ def dispatch_again(run: LiveRun, call: Call, step: StepHistory, moment: Moment, 
     if reason is not None:
         if run.has_under_way:
             return Plan(answer=outcomes.CLOSING)
-        payload = canonical.encode({"reason": f"step {step.number}, {step.tool!r}: {reason}"})
+        refusal = {"rule": "budget", "reason": f"step {step.number}, {step.tool!r}: {reason}"}
+        payload = canonical.encode(refusal | {"limits": run.limits.written()})
         spent = Draft("exhausted", Event.BUDGET_EXHAUSTED, {"step": step.number}, payload, step.position, step.attempts)
         return Plan([spent], error=BudgetExceededException(run.run_id, reason), synced=True)
     # the intent of a step without side effects may be lost with the machine: no harm is done

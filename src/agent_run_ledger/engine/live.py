@@ -69,6 +69,8 @@ class LiveRun:
         """With what a loop that is `suspected` or `certain` is met first."""
         self.prices: Prices | None = None
         """What tokens cost."""
+        self.refuses_unknown_prices = False
+        """Whether a call is refused of which nothing says what it may cost, where money is limited; else it reserves what is left."""
         self.metered: dict[str, list[Metered]] = {}
         """What functions that are at work have said that they use, by position."""
         self.undeclared = undeclared

@@ -183,7 +183,8 @@ def _begin(run: LiveRun, call: Call, position: str, moment: Moment) -> Plan:
         reason = holds if isinstance(holds, str) else None
     if reason is not None:
         error = BudgetExceededException(run.run_id, reason)
-        return _refusing(run, call, drafts, Event.BUDGET_EXHAUSTED, {"rule": "budget", "reason": reason}, error)
+        refusal = {"rule": "budget", "reason": reason, "limits": run.limits.written()}
+        return _refusing(run, call, drafts, Event.BUDGET_EXHAUSTED, refusal, error)
     if run.closing:
         return Plan(answer=outcomes.HELD)
     if (full := has_no_room(run, call, moment)) is not None:

@@ -21,6 +21,9 @@ class Amount(NamedTuple):
     def plus(self, other: Amount) -> Amount:
         return Amount(self.tokens + other.tokens, money.add((self.usd, other.usd)))
 
+    def minus(self, other: Amount) -> Amount:
+        return self.plus(Amount(-other.tokens, other.usd.copy_negate()))
+
     def written(self) -> dict[str, Any]:
         """As it stands in an entry; what is nothing is left out."""
         named: dict[str, Any] = {"tokens": self.tokens} if self.tokens else {}
@@ -77,6 +80,15 @@ class Limits(NamedTuple):
         """Those that an entry says; it may say other things, too."""
         named = {name: written.get(_WRITTEN.get(name, name)) for name in cls._fields}
         return cls(**named)._replace(usd=Decimal(named["usd"]) if named["usd"] is not None else None)
+
+    def as_budget(self) -> Budget | None:
+        """As whoever declares them writes them; None where there are none."""
+        if self == NO_LIMITS:
+            return None
+        from datetime import UTC, datetime
+
+        deadline = datetime.fromtimestamp(self.deadline, UTC) if self.deadline is not None else None
+        return Budget(self.steps, self.tokens, self.usd, self.seconds, deadline, self.notice_at)
 
     @property
     def are_of_calls(self) -> bool:

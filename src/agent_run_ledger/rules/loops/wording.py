@@ -32,9 +32,8 @@ _IN_A_SENTENCE = frozenset({"request", "req", "trace", "id", "line", "attempt", 
 @lru_cache(maxsize=1024)
 def is_volatile(name: str) -> bool:
     """Whether a field of this name tells one call from the next and nothing else. Values are never looked at."""
-    return _VOLATILE.fullmatch(name) is not None or (
-        name[-2:] in ("At", "Id") and is_volatile(f"{name[:-2]}_{name[-2:]}")
-    )
+    spelt = f"{name[:-2]}_{name[-2:]}" if name[-2:] in ("At", "Id") else name  # createdAt is created_at
+    return _VOLATILE.fullmatch(spelt) is not None
 
 
 @lru_cache(maxsize=1024)
