@@ -282,7 +282,9 @@ class Suspicious(LoopDetectorPolicy):
         return Suspects()
 
 
-def test_a_run_in_quarantine_takes_nothing_until_it_is_released_and_is_there_again_at_once_if_it_goes_on(bench: Bench) -> None:
+def test_a_run_in_quarantine_takes_nothing_until_it_is_released_and_is_there_again_at_once_if_it_goes_on(
+    bench: Bench,
+) -> None:
     tool = Tool(0)
 
     def loops(calls: int) -> None:
