@@ -12,6 +12,7 @@ from typing import Any
 import hypothesis
 import pytest
 
+from agent_run_ledger.stores.postgres import migrate
 from support import databases
 from support.ledgers import KINDS, Bench
 from support.programs import Way
@@ -62,6 +63,16 @@ def bench(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Bench]:
     """Storage with a clock that moves when told: in memory, in a file, and on a server."""
     with Bench(request.param, tmp_path) as opened:
         yield opened
+
+
+@pytest.fixture(params=["sqlite", "postgres"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """The address of a ledger that several processes open, each for itself."""
+    if request.param == "sqlite":
+        yield str(tmp_path / "agent.db")
+    else:
+        with databases.databases().fresh(migrate) as url:
+            yield url
 
 
 @pytest.fixture(params=[False, True], ids=["sync", "async"])

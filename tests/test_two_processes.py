@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from agent_run_ledger import AgentRunLedger
-from agent_run_ledger.stores.postgres import migrate
-from support.databases import databases
 from support.processes import Child, child
 from support.witness import Witness
 
@@ -52,16 +49,6 @@ match hear():
             tell(["owned", owned.owner, owned.idle_seconds])
 ledger.close()
 """
-
-
-@pytest.fixture(params=["sqlite", "postgres"])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
-    """Where the ledger is."""
-    if request.param == "sqlite":
-        yield str(tmp_path / "agent.db")
-    else:
-        with databases().fresh(migrate) as url:
-            yield url
 
 
 @pytest.fixture

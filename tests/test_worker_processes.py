@@ -11,6 +11,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -253,13 +254,20 @@ threading.Event().wait()
 """
 
 
-def test_a_signal_that_does_not_wake_the_main_thread_drains_all_the_same(place: Place) -> None:
+@contextmanager
+def drained_asleep(place: Place) -> Iterator[tuple[subprocess.Popen[str], AgentRunLedger]]:
+    """A program whose worker drains by such a signal while a step of it is in flight, and a ledger to look with."""
     place.submit("waits", "go", "run")
     process = place.start("-c", ASLEEP)
     until(place.begun)
     (place.folder / "now").touch()
     with place.look() as ledger:
         until(lambda: [each.state for each in ledger.workers()] == ["draining"])
+        yield process, ledger
+
+
+def test_a_signal_that_does_not_wake_the_main_thread_drains_all_the_same(place: Place) -> None:
+    with drained_asleep(place) as (process, ledger):
         (place.folder / "go").touch()
         assert ends(process) == (0, "", "")
         assert [step.state for step in ledger.steps("run")] == ["COMPLETED"]
@@ -267,12 +275,7 @@ def test_a_signal_that_does_not_wake_the_main_thread_drains_all_the_same(place: 
 
 
 def test_the_signal_after_one_that_did_not_wake_the_main_thread_ends_the_process_at_once(place: Place) -> None:
-    place.submit("waits", "go", "run")
-    process = place.start("-c", ASLEEP)
-    until(place.begun)
-    (place.folder / "now").touch()
-    with place.look() as ledger:
-        until(lambda: [each.state for each in ledger.workers()] == ["draining"])
+    with drained_asleep(place) as (process, ledger):
         process.terminate()
         assert ends(process) == (-signal.SIGTERM, "", "")
         assert ledger.get_run("run").owner is not None

@@ -249,32 +249,38 @@ def test_a_drained_program_ends_before_its_next_step_and_another_worker_goes_on_
     assert other.verify().findings == []
 
 
+def lanes(at: AgentRunLedger, way: Way, names: str, call: Callable[[str], object]) -> Any:
+    """An agent with a branch for each name, of two steps each: a1 and a2, b1 and b2 ..."""
+
+    def does(name: str) -> str:
+        call(name)
+        return name
+
+    tool = way.tool(at, does, name="tool", effect=Effect.READ)
+
+    def lane(name: str) -> Any:
+        one = yield tool(f"{name}1")
+        return [one, (yield tool(f"{name}2"))]
+
+    played = way.program(lane)
+
+    def agent(run: Run) -> Any:
+        return (yield run.gather(*[lambda name=name: played(name) for name in names]))
+
+    return way.agent(at, agent, name="agent")
+
+
 def test_of_branches_that_are_drained_each_finishes_its_step(bench: Bench, way: Way) -> None:
     ledger, other = bench.open(), bench.open()
     calls = Counter[str]()
 
-    def register(at: AgentRunLedger) -> Any:
-        def does(name: str) -> str:
-            calls[name] += 1
-            if name == "b1":
-                ledger._leases.drain()
-            return name
+    def call(name: str) -> None:
+        calls[name] += 1
+        if name == "b1":
+            ledger._leases.drain()
 
-        tool = way.tool(at, does, name="tool", effect=Effect.READ)
-
-        def lane(name: str) -> Any:
-            one = yield tool(f"{name}1")
-            return [one, (yield tool(f"{name}2"))]
-
-        played = way.program(lane)
-
-        def agent(run: Run) -> Any:
-            return (yield run.gather(lambda: played("a"), lambda: played("b")))
-
-        return way.agent(at, agent, name="agent")
-
-    submit(ledger, register(ledger), run_id=RUN)
-    register(other)
+    submit(ledger, lanes(ledger, way, "ab", call), run_id=RUN)
+    lanes(other, way, "ab", call)
     assert work_once(ledger) == "waits"
     pump(other, bench.clock, until=0.0)
     assert stands(other)[:2] == ("COMPLETED", [["a1", "a2"], ["b1", "b2"]])
@@ -284,24 +290,8 @@ def test_of_branches_that_are_drained_each_finishes_its_step(bench: Bench, way: 
 def test_branches_that_are_drained_end_although_another_worker_takes_the_run_at_once(bench: Bench, way: Way) -> None:
     """The last of them gives it back; the others must not take it for news that somebody else has it."""
     ledger, other = bench.open(), bench.open()
-
-    def does(name: str) -> str:
-        if name == "b1":
-            ledger._leases.drain()
-        return name
-
-    tool = way.tool(ledger, does, name="tool", effect=Effect.READ)
-
-    def lane(name: str) -> Any:
-        one = yield tool(f"{name}1")
-        return [one, (yield tool(f"{name}2"))]
-
-    played = way.program(lane)
-
-    def agent(run: Run) -> Any:
-        return (yield run.gather(*[lambda name=name: played(name) for name in "abc"]))
-
-    submit(ledger, way.agent(ledger, agent, name="agent"), run_id=RUN)
+    agent = lanes(ledger, way, "abc", lambda name: ledger._leases.drain() if name == "b1" else None)
+    submit(ledger, agent, run_id=RUN)
     taken: list[Any] = []
     give_back, look = ledger._store.release, ledger._store.head
 

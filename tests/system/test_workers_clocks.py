@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import faulthandler
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -51,16 +50,6 @@ sleep_otherwise()
 AgentRunLedger(arguments[0]).signal(arguments[1], "word", "it is late")
 tell("sent")
 """
-
-
-@pytest.fixture(params=["sqlite", "postgres"])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
-    """Where the ledger is."""
-    if request.param == "sqlite":
-        yield str(tmp_path / "agent.db")
-    else:
-        with databases().fresh(migrate) as url:
-            yield url
 
 
 @pytest.mark.system("faketime")
