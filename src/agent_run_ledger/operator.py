@@ -296,7 +296,7 @@ class Operator:
 
     def _send(self, run_id: str, kind: str, said: dict[str, Any], by: str) -> None:
         who = self._who(by)
-        state = RunState(self.get_run(run_id).status)
+        state = RunState(self.get_run(check_run_id(run_id)).status)
         if state.is_terminal:
             raise IllegalTransition(state, kind.upper(), run_id)
         self._store.post(run_id, kind, canonical.encode({**said, "by": who}), who, self._clock.now())

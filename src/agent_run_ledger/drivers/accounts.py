@@ -85,13 +85,9 @@ class Accounts:
         self, log_id: str, run: LiveRun, asked: Grant, most: Most, limits: Limits | None
     ) -> tuple[list[Draft], Most | str]:
         """What the account would answer now, and the entries for it."""
-        book, refuses = self._read(log_id), run.refuses_unknown_prices
-        came_to = self._came_to(book, {run.run_id})
-        answered = sharing.grant(book, asked, most, limits, came_to, refuses_unknown=refuses)
-        if isinstance(answered[1], str):  # what others hold may have come to less by now
-            came_to = self._came_to(book, {each.run_id for each in book.account.held if isinstance(each, Grant)})
-            answered = sharing.grant(book, asked, most, limits, came_to, refuses_unknown=refuses)
-        return answered
+        book = self._read(log_id)
+        refuses = run.refuses_unknown_prices
+        return sharing.grant(book, asked, most, limits, self._came_to(book), refuses_unknown=refuses)
 
     def _claim(self, account: str, log_id: str, limits: Limits | None) -> Lease:
         """Own the account, which is opened where it was not. Raises `RunOwned`."""
@@ -132,15 +128,11 @@ class Accounts:
         for row, body in sealed:
             book.absorb(row, body)
 
-    def _came_to(self, book: History, run_ids: set[str]) -> dict[Grant, Amount]:
-        """What those of their grants have come to of which that is known by now."""
-        found: dict[Grant, Amount] = {}
-        for each in book.account.held:
-            if isinstance(each, Grant) and each.run_id in run_ids:
-                amount = self._used(each.run_id).came_to(each)
-                if amount is not None:
-                    found[each] = amount
-        return found
+    def _came_to(self, book: History) -> dict[Grant, Amount]:
+        """What grants have come to of which that is known by now: whichever run it is, its own log says so, and what has ended stays so."""
+        grants = (each for each in book.account.held if isinstance(each, Grant))
+        known = ((each, self._used(each.run_id).came_to(each)) for each in grants)
+        return {each: amount for each, amount in known if amount is not None}
 
     def _used(self, run_id: str) -> Uses:
         if len(self._uses) > _KEPT and run_id not in self._uses:
@@ -157,5 +149,4 @@ class Accounts:
         """How much of it is used, by what the logs of its runs say now. Writes nothing. Raises `RunNotFound` and `StoreCorrupt`."""
         with self._lock:
             book = self._read(log_id)
-            came_to = self._came_to(book, {each.run_id for each in book.account.held if isinstance(each, Grant)})
-        return sharing.shown(book, came_to)
+            return sharing.shown(book, self._came_to(book))
