@@ -93,6 +93,19 @@ def test_a_program_that_died_without_a_word_too_often_is_begun_no_more_and_its_r
     assert ledger.verify().findings == []
 
 
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_run_made_from_the_dead_letter_begins_without_those_deaths(lives: Lives, steps: int) -> None:
+    for _ in range(MOST_DEATHS):
+        lives.die(steps)
+    with pytest.raises(RunClosed):
+        lives.live(steps)
+    again = lives.bench.open().redrive(RUN, reason="its program is mended")
+    ledger = lives.bench.open()
+    mended = lives.program(ledger, lambda: "alive", steps)
+    assert lives.way.start(ledger, mended, run_id=again) == "alive"
+    assert lives.look.seen == list(range(steps))
+
+
 def test_one_that_lives_at_last_is_not_given_up(lives: Lives) -> None:
     for _ in range(MOST_DEATHS - 1):
         lives.die()

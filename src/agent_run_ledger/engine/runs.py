@@ -206,9 +206,8 @@ def _stands(run: LiveRun, described: dict[str, Any], fields: dict[str, Any]) -> 
     return Plan([Draft("parked", Event.WAIT, fields, payload)], answer=True)
 
 
-MOST_DEATHS = 3
-"""So many owners of a run may die since its last entry. One less than a step has attempts by default: what other runs of those processes had
-in flight, each time, can be dispatched once more."""
+MOST_DEATHS = 4
+"""So many owners of a run may die since its last entry: as often as a step is dispatched by default."""
 MOST_DEATHS_WHILE_WAITING = 10
 """The same where a step waits for its next attempt, or for somebody: that takes its time, and nothing is written meanwhile."""
 
