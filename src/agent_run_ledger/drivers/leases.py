@@ -294,9 +294,8 @@ class Leases:
             run.is_touched = True
             run.is_settled = False
             run.history = self._read(run.run_id)
-            deaths = (
-                lease.deaths if run.history.token != lease.token else 0
-            )  # since it was claimed, one has been written here
+            is_heard_of = run.history.token == lease.token  # an entry was written here since it was claimed
+            deaths = 0 if is_heard_of else lease.deaths
             self._took(run, lease.token, self._claimed.pop(run.run_id, 0.0), deaths)
             run.is_worked = run.suspends = True
             run.is_draining = self._is_draining
