@@ -62,10 +62,13 @@ def log_of(account: str, now: float) -> str:
 
 
 def accounts(run: LiveRun) -> tuple[str, ...]:
-    """On which accounts the calls of this run draw, and those of the runs that it begins, from the outermost in."""
+    """On which accounts the calls of this run draw, and those of the runs that it begins, in the order in which they are asked."""
+    begins = run.history.begins_runs or run.is_beginning
     limits = run.limits
-    shared = limits.within or ()
-    return (*shared, of_children(run.run_id)) if run.history.begins_runs and limits.are_of_calls else shared
+    if not (begins or limits.within):
+        return ()
+    own = (of_children(run.run_id),) if begins and limits.are_of_calls else ()
+    return tuple(sorted({*(limits.within or ()), *own}))
 
 
 class Asked(NamedTuple):
@@ -77,11 +80,6 @@ class Asked(NamedTuple):
     most: Most
     refuses_unknown: bool
     """Whether a call is refused of which nothing says what it may cost."""
-
-
-def is_lost(run: LiveRun, position: str, other: Grant, token: int) -> bool:
-    """Whether nobody waits any more for the outcome of another attempt of this very run: the call at `position` is to be made now."""
-    return token != run.token or other.position == position or other.position not in run.made
 
 
 # --- what an account grants -------------------------------------------------------------------------------------------
@@ -186,9 +184,13 @@ class Uses:
         self.size = 0
         self.limits = budget.NO_LIMITS
         """What the run may use itself, as its first entry says."""
-        self.before: list[Draft] = []
-        """What the run had used, and reserved, when it began its first child."""
-        self._spent = NOTHING
+        self.spent = NOTHING
+        self.before: list[Draft] | None = None
+        """What the run had used, and reserved, when it began its first child: an account of it begins with that."""
+        self.begun: list[str] = []
+        """The keys of the calls that are runs of their own."""
+        self.carried: list[str] = []
+        """Those that it has taken over from the run that it was made from, and that have cost what they have cost."""
         self._at_work: dict[str, tuple[Grant, int, Amount]] = {}
         """The attempts that have no outcome, by position: under which token they were dispatched, and what they have reserved."""
         self._ended: dict[Grant, Amount] = {}
@@ -200,27 +202,38 @@ class Uses:
             body = parse(row.body)
             position = row.position or ""
             if row.kind == "intent":
-                if position in self._at_work and "late" not in body:
-                    attempt, _, holds = self._at_work.pop(position)
-                    self._end(attempt, holds)
-                attempt, holds = Grant(self.run_id, position, body["attempt"]), Amount.read(body.get("holds", {}))
-                self._at_work[position] = attempt, body["token"], holds
-                if "begins" in body and not self.before:
-                    at_work = [granted(*each) for each in self._at_work.values() if each[2] != NOTHING]
-                    self.before = [settled(Grant(self.run_id, "", 0), self._spent), *at_work]
+                self._intent(position, body)
             elif row.kind == "outcome":
                 self._at_work.pop(position, None)
                 self._end(Grant(self.run_id, position, body["attempt"]), Amount.read(body.get("charges", {})))
             elif row.kind == "created":
                 self.limits = Limits.read(body)
+            elif row.kind == "forked" and self.begun:
+                self.carried = list(self.begun)
+                self._stand_before()
             self._is_over = RunState(body["state"]).is_terminal
         except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
             raise unreadable(self.run_id, row, error) from error
         self.size = row.seq
 
+    def _intent(self, position: str, body: dict[str, Any]) -> None:
+        if position in self._at_work and "late" not in body:
+            attempt, _, holds = self._at_work.pop(position)
+            self._end(attempt, holds)
+        attempt, holds = Grant(self.run_id, position, body["attempt"]), Amount.read(body.get("holds", {}))
+        self._at_work[position] = attempt, body["token"], holds
+        if "begins" in body:
+            self.begun.append(body["key"])
+            if self.before is None and "carried" not in body:
+                self._stand_before()
+
+    def _stand_before(self) -> None:
+        at_work = [granted(*each) for each in self._at_work.values() if each[2] != NOTHING]
+        self.before = [settled(Grant(self.run_id, "", 0), self.spent), *at_work]
+
     def _end(self, attempt: Grant, amount: Amount) -> None:
         self._ended[attempt] = self._ended.get(attempt, NOTHING).plus(amount)
-        self._spent = self._spent.plus(amount)
+        self.spent = self.spent.plus(amount)
 
     def came_to(self, asked: Grant) -> Amount | None:
         """What this attempt has used; None where that is not known yet. One that was never made has used nothing."""
@@ -228,3 +241,7 @@ class Uses:
             return self._ended.get(asked)
         attempt, _, holds = self._at_work.get(asked.position, (None, 0, NOTHING))
         return holds if attempt == asked else NOTHING
+
+    def was_made(self, asked: Grant) -> bool:
+        """Whether this attempt was dispatched."""
+        return asked in self._ended or self._at_work.get(asked.position, (None,))[0] == asked

@@ -35,6 +35,11 @@ def check_name(what: str, name: object) -> str:
     return name
 
 
+def child_of(key: str) -> str:
+    """The id of the run that an agent's call inside another agent is: `key` is that of the step there."""
+    return f"run_{key[:20]}"
+
+
 def is_account(run_id: str) -> bool:
     """Whether this is the log of a budget that runs share."""
     return run_id.startswith(ACCOUNTS)
