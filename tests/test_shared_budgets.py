@@ -21,11 +21,13 @@ from agent_run_ledger import (
     Run,
     RunClosed,
     SharedBudget,
+    Step,
     StepFailed,
     current_step,
+    shared_budget,
 )
 from agent_run_ledger.engine.effects import Draw
-from support.ledgers import Bench, Died, Tool
+from support.ledgers import Bench, Died, Tool, raw
 from support.programs import LONG, Way
 from support.shell import Shell
 
@@ -367,12 +369,13 @@ def test_a_run_that_ends_in_doubt_has_spent_what_it_reserved(bench: Bench, way: 
 
 def test_a_call_that_draws_while_its_run_begins_a_child_asks_that_account_too(bench: Bench) -> None:
     ledger = bench.on_real_time().open()
-    draw, begun = ledger._leases.accounts.draw, threading.Event()
+    draw, drawn, ended = ledger._leases.accounts.draw, threading.Event(), threading.Event()
 
     def waits(effect: Draw) -> Any:
         answer = draw(effect)
         if effect.call.tool == "slow":
-            assert begun.wait(LONG)
+            drawn.set()
+            assert ended.wait(LONG)
         return answer
 
     ledger._leases.accounts.draw = waits  # type: ignore[method-assign]
@@ -390,11 +393,15 @@ def test_a_call_that_draws_while_its_run_begins_a_child_asks_that_account_too(be
         try:
             ask()
         finally:
-            begun.set()
+            ended.set()
+
+    def begins() -> None:
+        assert drawn.wait(LONG)
+        child()
 
     @ledger.agent(budget=Budget(tokens=100, within=ledger.budget("team", tokens=1000)))
     def parent(run: Run) -> None:
-        run.gather(slow, child)
+        run.gather(slow, begins)
 
     with pytest.raises(BudgetExceededException, match="of 100 tokens 40 tokens are left"):
         ledger.run(parent, run_id="run")
@@ -654,3 +661,44 @@ def test_the_command_line_lists_them(
     assert [(each["name"], each["usd"], each["spent_usd"]) for each in found] == [
         ("team", None, "0.1"), (None, "0.5", "0.1"), ("team", "1.5", "0.1"),
     ]  # fmt: skip
+
+
+def test_an_account_that_cannot_be_read_hides_no_other(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shell, path = Shell(capsys, monkeypatch), tmp_path / "agent.db"
+    way = Way(False)
+    with AgentRunLedger(path, durability="process") as ledger:
+        for name in ("broken", "whole"):
+            ask = metered(ledger, way, "0.1", "0.1", name=name)
+            way.start(
+                ledger,
+                way.agent(ledger, asking(ask, 1), name=f"agent {name}", budget=ledger.budget(name, usd=1)),
+                run_id=name,
+            )
+    with raw(path, without_triggers=True) as connection:
+        connection.execute("UPDATE entries SET body = 'x' WHERE run_id = '@account/budget/broken' AND seq = 2")
+    status, text, _ = shell("--db", str(path), "budgets")
+    assert status == 1
+    assert "PROBLEM" in text
+    assert "whole" in text
+
+
+def test_a_whole_ledger_is_within_a_budget_that_it_is_opened_with(bench: Bench, way: Way) -> None:
+    ledger = bench.open(budget=shared_budget("team", usd="0.25"))
+    ask = metered(ledger, way, "0.10", "0.10")
+    with pytest.raises(BudgetExceededException, match="budget 'team'"):
+        way.run(ledger, asking(ask, 3), name="agent")
+    assert state(ledger) == (Decimal("0.20"), 0)
+
+
+def test_so_is_a_pipeline(bench: Bench) -> None:
+    def ask() -> None:
+        current_step().record_usage(usd="0.1")
+
+    steps = [Step(name, ask, kind="model", max_usd="0.1") for name in ("one", "two", "three")]
+    pipeline = bench.pipeline("pipe", *steps, budget=shared_budget("team", usd="0.25"))
+    with pytest.raises(BudgetExceededException, match="budget 'team'"):
+        pipeline.execute()
+    (account,) = pipeline.budgets()
+    assert account.spent_usd == Decimal("0.2")

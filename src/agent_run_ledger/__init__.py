@@ -94,6 +94,7 @@ if TYPE_CHECKING:
     from agent_run_ledger.prices import Price as Price
     from agent_run_ledger.prices import PriceBook as PriceBook
     from agent_run_ledger.prices import Prices as Prices
+    from agent_run_ledger.rules.budget import shared_budget as shared_budget
     from agent_run_ledger.rules.canonical import register_type as register_type
     from agent_run_ledger.rules.loops import LoopDetectorPolicy as LoopDetectorPolicy
     from agent_run_ledger.rules.names import sanitize_identifier as sanitize_identifier
@@ -185,6 +186,7 @@ else:
         "VerificationReport": "model",
         "RunLedger": "pipeline",
         "Step": "pipeline",
+        "shared_budget": "rules.budget",
         "register_type": "rules.canonical",
         "LoopDetectorPolicy": "rules.loops",
         "sanitize_identifier": "rules.names",
@@ -304,4 +306,5 @@ __all__ = [
     "forge_or_sentinel_guard",
     "register_type",
     "sanitize_identifier",
+    "shared_budget",
 ]

@@ -15,22 +15,11 @@ from agent_run_ledger.engine.account import Grant
 from agent_run_ledger.engine.history import History, parse, unreadable
 from agent_run_ledger.engine.live import LiveRun
 from agent_run_ledger.engine.log import Draft
-from agent_run_ledger.model import RunState, SharedBudget
+from agent_run_ledger.model import ACCOUNTS, RunState, SharedBudget
 from agent_run_ledger.rules import budget, canonical
-from agent_run_ledger.rules.budget import NOTHING, Amount, Limits, Most
-from agent_run_ledger.rules.names import ACCOUNTS
+from agent_run_ledger.rules.budget import DAILY, FOR_GOOD, NOTHING, Amount, Limits, Most
 
-_FOR_GOOD, _DAILY, _CHILDREN = f"{ACCOUNTS}budget/", f"{ACCOUNTS}daily/", f"{ACCOUNTS}children/"
-
-
-def for_good(name: str) -> str:
-    """The account of a budget that is spent once and for all."""
-    return _FOR_GOOD + name
-
-
-def daily(name: str) -> str:
-    """The account of a budget of which each day has its own."""
-    return _DAILY + name
+_CHILDREN = f"{ACCOUNTS}children/"
 
 
 def of_children(run_id: str) -> str:
@@ -52,13 +41,13 @@ def in_words(log_id: str) -> str:
 
 
 def _name_and_day(log_id: str) -> tuple[str, str | None]:
-    name, _, day = log_id.removeprefix(_FOR_GOOD).removeprefix(_DAILY).partition("/")
+    name, _, day = log_id.removeprefix(FOR_GOOD).removeprefix(DAILY).partition("/")
     return name, day or None
 
 
 def log_of(account: str, now: float) -> str:
     """The run id of the log in which an account is kept at this time, Unix seconds. Days are those of UTC."""
-    return f"{account}/{datetime.fromtimestamp(now, UTC):%Y-%m-%d}" if account.startswith(_DAILY) else account
+    return f"{account}/{datetime.fromtimestamp(now, UTC):%Y-%m-%d}" if account.startswith(DAILY) else account
 
 
 def accounts(run: LiveRun) -> tuple[str, ...]:
@@ -144,6 +133,13 @@ def shown(account: History, came_to: Mapping[Grant, Amount]) -> SharedBudget:
     parent = parent_of(log_id)
     name, day = _name_and_day(log_id) if parent is None else (None, None)
     return SharedBudget(log_id, name, day, parent, limits.tokens, limits.usd, *spent, *held)
+
+
+def unread(log_id: str, trouble: str) -> SharedBudget:
+    """The line of an account that cannot be read."""
+    parent = parent_of(log_id)
+    name, day = _name_and_day(log_id) if parent is None else (None, None)
+    return SharedBudget(log_id, name, day, parent, None, None, *NOTHING, *NOTHING, trouble)
 
 
 def granted(attempt: Grant, token: int, amount: Amount) -> Draft:

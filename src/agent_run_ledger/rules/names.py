@@ -5,13 +5,11 @@ from __future__ import annotations
 from keyword import iskeyword
 
 from agent_run_ledger.errors import InvalidName
+from agent_run_ledger.model import ACCOUNTS
 
 MAX_BYTES = 255
 MAX_IDENTIFIER = 63
 """Characters of an identifier: as many as PostgreSQL keeps."""
-
-ACCOUNTS = "@account/"
-"""With what the ids of those runs begin in which shared budgets are kept, and those of no others."""
 
 _SEPARATORS = " -."
 
