@@ -286,6 +286,12 @@ class Store(Queues, Protocol):
     def payload(self, run_id: str, seq: int) -> bytes | None:
         """The payload of one entry, as `read` gives it whole; None where there is none, it was erased, or there is no such entry."""
 
+    def roots(self, run_id: str, seqs: Sequence[int]) -> dict[int, bytes]:
+        """The `roots` of these entries of a run, by seq, and nothing else of them, in one look; without those that are not there."""
+
+    def sync(self, run_id: str) -> None:
+        """Return when what stands in the run by now is on stable storage, whoever wrote it and however; also where nothing may be written."""
+
     def head(self, run_id: str) -> Head | None:
         """The run's head, or None where there is no such run."""
 

@@ -205,6 +205,21 @@ class Connections:
                 os.close(log)
         self._is_log_whole = True
 
+    def sync_log(self) -> None:
+        """Have the bytes of the log on stable storage, without writing any: what is not in the log is in the file, and synced."""
+        try:
+            log = os.open(self.path + "-wal", os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise named(error, self.path) from error
+        try:
+            os.fsync(log)
+        except OSError as error:
+            raise named(error, self.path) from error
+        finally:
+            os.close(log)
+
     def mind_the_log(self, db: sqlite3.Connection, payload: bytes | None = None) -> None:
         """Count what was committed, under the lock file, and empty the log when it is long."""
         self.log_pages += _PAGES_PER_COMMIT if payload is None else _PAGES_PER_COMMIT + len(payload) // PAGE_BYTES

@@ -167,6 +167,15 @@ class MemoryStore:
         rows = self.read(run_id, seq - 1, limit=1) if seq > 0 else []
         return rows[0].payload if rows else None
 
+    def roots(self, run_id: str, seqs: Sequence[int]) -> dict[int, bytes]:
+        with self._mutex:
+            self._refuse_if_closed()
+            rows = self._runs[run_id].rows if run_id in self._runs else []
+            return {seq: rows[seq - 1].roots for seq in seqs if 0 < seq <= len(rows)}
+
+    def sync(self, run_id: str) -> None:
+        self._refuse_if_closed()
+
     def head(self, run_id: str) -> Head | None:
         with self._mutex:
             self._refuse_if_closed()

@@ -262,6 +262,12 @@ class SqliteStore:
     def payload(self, run_id: str, seq: int) -> bytes | None:
         return self._log.payload(run_id, seq)
 
+    def roots(self, run_id: str, seqs: Sequence[int]) -> dict[int, bytes]:
+        return self._log.roots(run_id, seqs)
+
+    def sync(self, run_id: str) -> None:
+        self._log.sync(run_id)
+
     # --- looking, and what others ask ---------------------------------------------------------------------------------
 
     def head(self, run_id: str) -> Head | None:

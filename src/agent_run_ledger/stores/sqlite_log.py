@@ -93,6 +93,9 @@ SELECT CASE WHEN payload IS NULL AND digest IS NOT NULL
 FROM entries e WHERE run_id = ? AND seq = ?
 """
 
+# Nothing changes, but it is a commit: the log is synced with all that stands in it.
+_TOUCH = "UPDATE runs SET inbox = inbox WHERE run_id = ?"
+
 _STANDING = """
 SELECT seq, kind, position, attempt, body, roots, digest FROM entries
 WHERE run_id = ? AND seq BETWEEN ? AND ? ORDER BY seq
@@ -206,6 +209,17 @@ class Log:
     def payload(self, run_id: str, seq: int) -> bytes | None:
         found = self._files.ask(_PAYLOAD, run_id, seq)
         return found[0][0] if found else None
+
+    def roots(self, run_id: str, seqs: Sequence[int]) -> dict[int, bytes]:
+        places = ", ".join("?" * len(seqs))
+        statement = f"SELECT seq, roots FROM entries WHERE run_id = ? AND seq IN ({places})"
+        return dict(self._files.ask(statement, run_id, *seqs))
+
+    def sync(self, run_id: str) -> None:
+        if self._files.read_only:
+            self._files.sync_log()
+        else:
+            self._files.write(FULL, lambda db: db.execute(_TOUCH, (run_id,)))
 
     def _append_each(self, appends: Sequence[Append], answers: list[_Answer], db: sqlite3.Connection) -> None:
         self._files.log_pages += len(appends)  # each has a leaf of the index to itself

@@ -46,6 +46,12 @@ SELECT CASE WHEN payload IS NULL AND digest IS NOT NULL
 FROM entries e WHERE run_id = %s AND seq = %s
 """
 
+ROOTS = b"SELECT seq, roots FROM entries WHERE run_id = %s AND seq = ANY(%s::bigint[])"
+
+# The server's log up to here has to be on its disk: what stands in it before is then, too. A standby has nothing else.
+WRITTEN_TO = b"SELECT CASE WHEN NOT pg_is_in_recovery() THEN pg_current_wal_insert_lsn()::text END"
+IS_FLUSHED_TO = b"SELECT pg_current_wal_flush_lsn() >= %s::text::pg_lsn"
+
 _SUMMARIES = f"""
 SELECT {_HEAD.format("r")}, {_ROW.format("f")}, {_ROW.format("l")}, r.made
 FROM runs r

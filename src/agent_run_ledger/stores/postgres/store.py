@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -96,6 +97,10 @@ SELECT i.id, r.queue IS NOT NULL FROM inbox i JOIN runs r ON r.run_id = i.run_id
 WHERE i.run_id = %s AND i.nonce = %s AND {SYNCED}
 FOR NO KEY UPDATE OF r
 """.encode()
+
+# A lock of a row stands in the server's log, so that its commit waits for all that was written there before, and for the standby.
+_SYNC = f"SELECT 1 FROM runs WHERE run_id = %s AND {SYNCED} FOR NO KEY UPDATE".encode()
+_UNTIL_FLUSHED_SECONDS = 0.02
 
 
 class PostgresStore:
@@ -342,6 +347,17 @@ class PostgresStore:
 
     def head(self, run_id: str) -> Head | None:
         return self._links.run(partial(self._head, run_id))
+
+    def roots(self, run_id: str, seqs: Sequence[int]) -> dict[int, bytes]:
+        return dict(self._ask(reading.ROOTS, run_id, list(seqs)))
+
+    def sync(self, run_id: str) -> None:
+        if not self._links.read_only:
+            self._ask(_SYNC, run_id, "on")
+            return
+        written = self._ask(reading.WRITTEN_TO)[0][0]
+        while written is not None and not self._ask(reading.IS_FLUSHED_TO, written)[0][0]:
+            time.sleep(_UNTIL_FLUSHED_SECONDS)
 
     def secret(self, run_id: str) -> bytes:
         found = self._ask(reading.SECRET, run_id)
