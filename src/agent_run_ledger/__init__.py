@@ -8,11 +8,15 @@ __version__ = "0.1.0"
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from agent_run_ledger.catalogue import GenaiPrices as GenaiPrices
+    from agent_run_ledger.checkpoints import ConsistencyProof as ConsistencyProof
+    from agent_run_ledger.checkpoints import InclusionProof as InclusionProof
+    from agent_run_ledger.checkpoints import TreeHead as TreeHead
     from agent_run_ledger.drivers.context import StepContext as StepContext
     from agent_run_ledger.drivers.context import current_step as current_step
     from agent_run_ledger.errors import ApprovalDenied as ApprovalDenied
     from agent_run_ledger.errors import ApprovalMismatch as ApprovalMismatch
     from agent_run_ledger.errors import AttemptsExhausted as AttemptsExhausted
+    from agent_run_ledger.errors import BadNote as BadNote
     from agent_run_ledger.errors import BudgetExceededException as BudgetExceededException
     from agent_run_ledger.errors import CallBlocked as CallBlocked
     from agent_run_ledger.errors import CopyRefused as CopyRefused
@@ -83,7 +87,6 @@ if TYPE_CHECKING:
     from agent_run_ledger.model import StepState as StepState
     from agent_run_ledger.model import StuckRun as StuckRun
     from agent_run_ledger.model import TraceLine as TraceLine
-    from agent_run_ledger.model import TreeHead as TreeHead
     from agent_run_ledger.model import Verdict as Verdict
     from agent_run_ledger.model import VerificationReport as VerificationReport
     from agent_run_ledger.model import WorkerRecord as WorkerRecord
@@ -176,7 +179,10 @@ else:
         "RunState": "model",
         "StepRecord": "model",
         "StepState": "model",
-        "TreeHead": "model",
+        "TreeHead": "checkpoints",
+        "InclusionProof": "checkpoints",
+        "ConsistencyProof": "checkpoints",
+        "BadNote": "errors",
         "Verdict": "model",
         "VerificationReport": "model",
         "RunLedger": "pipeline",
@@ -214,9 +220,11 @@ __all__ = [
     "ApprovalRequest",
     "AttemptsExhausted",
     "BlockedCall",
+    "BadNote",
     "Budget",
     "BudgetExceededException",
     "CallBlocked",
+    "ConsistencyProof",
     "CopiedRun",
     "CopyRefused",
     "Cost",
@@ -229,6 +237,7 @@ __all__ = [
     "GenaiPrices",
     "Handle",
     "IllegalTransition",
+    "InclusionProof",
     "IntentDrift",
     "InvalidArguments",
     "InvalidName",

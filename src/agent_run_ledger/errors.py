@@ -412,6 +412,23 @@ class PayloadTooLarge(LedgerError, ValueError):
         self.limit = limit
 
 
+# --- heads and signatures ---------------------------------------------------------------------------------------------
+
+
+class BadNote(LedgerError, ValueError):
+    """A text is no tree head, no signed note or no key, or is not signed by the key that it should be signed by. It proves nothing.
+
+    ``why`` says what is wrong with it.
+    """
+
+    def __init__(self, why: str, text: str = "") -> None:
+        begins = f" (it begins {text[:60]!r})" if text else ""
+        super().__init__(
+            f"this proves nothing: {why}{begins}. Check that it is the text as it was written, and the right key."
+        )
+        self.why = why
+
+
 # --- stores -----------------------------------------------------------------------------------------------------------
 
 

@@ -13,7 +13,9 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, Unpack
 
+from agent_run_ledger import proving
 from agent_run_ledger.agents import Agent, Registered, Start, Tool, abegin, as_agent, as_tool, run_to_its_end
+from agent_run_ledger.checkpoints import ConsistencyProof, InclusionProof, TreeHead
 from agent_run_ledger.contract import Clock, Store, Summary
 from agent_run_ledger.drivers import reading
 from agent_run_ledger.drivers.leases import POLL_SECONDS, HeldRun, Leases
@@ -48,7 +50,6 @@ from agent_run_ledger.model import (
     RunState,
     ServerDiagnosis,
     StepRecord,
-    TreeHead,
     VerificationReport,
 )
 from agent_run_ledger.operator import Operator
@@ -329,10 +330,27 @@ class Ledger(Operator):
                 told(entries)
         return VerificationReport(not findings, findings, entries, number)
 
-    def tree_head(self, run_id: str) -> TreeHead:
-        """The size and root of the run's tree as it is now. Raises `RunNotFound`."""
-        history = reading.read(self._store, check_name("run_id", run_id))
-        return TreeHead(run_id, history.size, history.root)
+    def tree_head(self, run_id: str, size: int | None = None) -> TreeHead:
+        """The size and root of the run's tree as it is now, or as it was when it had `size` entries. They are on stable storage by then.
+
+        It is put together from what is stored with a few entries; `verify` holds that to all of them. Raises `RunNotFound`, `ValueError`
+        where the run has not so many entries, and `StoreCorrupt` where what is stored gives no root.
+        """
+        return proving.tree_head(self._store, check_name("run_id", run_id), size)
+
+    def prove(self, run_id: str, seq: int, size: int | None = None) -> InclusionProof:
+        """What proves that an entry is in the run's tree as it is now, or as it was when it had `size` entries.
+
+        `merkle.verify_inclusion` holds it to the root of a head of that size. Raises as `tree_head` does.
+        """
+        return proving.inclusion(self._store, check_name("run_id", run_id), seq, size)
+
+    def prove_consistency(self, run_id: str, size1: int, size2: int | None = None) -> ConsistencyProof:
+        """What proves that the run's tree, as it is now or of `size2` entries, has only added entries to that of `size1`.
+
+        `merkle.verify_consistency` holds it to the roots of two heads. Raises as `tree_head` does.
+        """
+        return proving.consistency(self._store, check_name("run_id", run_id), size1, size2)
 
     def _record(self, summary: Summary) -> RunRecord:
         record = records.run_record(summary)

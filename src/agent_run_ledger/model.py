@@ -580,15 +580,6 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True)
-class TreeHead:
-    """The size and the RFC 9162 root of one run's tree: whoever keeps it elsewhere can find a rewritten or cut log."""
-
-    run_id: str
-    size: int
-    root: bytes
-
-
-@dataclass(frozen=True, slots=True)
 class Finding:
     """One thing that ``verify`` found wrong. ``seq`` is None where it concerns the run and not one entry."""
 
