@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from agent_run_ledger.errors import CallBlocked as CallBlocked
     from agent_run_ledger.errors import CopyRefused as CopyRefused
     from agent_run_ledger.errors import EffectConflict as EffectConflict
+    from agent_run_ledger.errors import HeadRefused as HeadRefused
     from agent_run_ledger.errors import IllegalTransition as IllegalTransition
     from agent_run_ledger.errors import IntentDrift as IntentDrift
     from agent_run_ledger.errors import InvalidArguments as InvalidArguments
@@ -62,6 +63,7 @@ if TYPE_CHECKING:
     from agent_run_ledger.fleet.handle import Handle as Handle
     from agent_run_ledger.fleet.worker import Worker as Worker
     from agent_run_ledger.guard import forge_or_sentinel_guard as forge_or_sentinel_guard
+    from agent_run_ledger.heads import HeadLog as HeadLog
     from agent_run_ledger.ledger import AgentRunLedger as AgentRunLedger
     from agent_run_ledger.ledger import compute_fingerprint as compute_fingerprint
     from agent_run_ledger.model import Approval as Approval
@@ -100,6 +102,8 @@ if TYPE_CHECKING:
     from agent_run_ledger.rules.names import sanitize_identifier as sanitize_identifier
     from agent_run_ledger.run import Run as Run
     from agent_run_ledger.run import current_run as current_run
+    from agent_run_ledger.signing import Signer as Signer
+    from agent_run_ledger.signing import Verifier as Verifier
     from agent_run_ledger.usage import Usage as Usage
 else:
     _HOMES = {
@@ -183,6 +187,10 @@ else:
         "InclusionProof": "checkpoints",
         "ConsistencyProof": "checkpoints",
         "BadNote": "errors",
+        "HeadRefused": "errors",
+        "HeadLog": "heads",
+        "Signer": "signing",
+        "Verifier": "signing",
         "Verdict": "model",
         "VerificationReport": "model",
         "RunLedger": "pipeline",
@@ -236,6 +244,8 @@ __all__ = [
     "Finding",
     "GenaiPrices",
     "Handle",
+    "HeadLog",
+    "HeadRefused",
     "IllegalTransition",
     "InclusionProof",
     "IntentDrift",
@@ -274,6 +284,7 @@ __all__ = [
     "RunawayLoopDetectedException",
     "RunawayLoopException",
     "SchemaTooNew",
+    "Signer",
     "Spending",
     "Step",
     "StepCancelled",
@@ -298,6 +309,7 @@ __all__ = [
     "Usage",
     "Verdict",
     "VerificationReport",
+    "Verifier",
     "WaitTimeout",
     "Worker",
     "WorkerRecord",

@@ -168,9 +168,9 @@ def _signature(line: str, text: str) -> Signature:
     return Signature(name, found[:4], found[4:])
 
 
-def is_key_name(name: str) -> bool:
+def is_key_name(name: object) -> bool:
     """Whether a key may have this name: text without white space and without a plus sign."""
-    return bool(name) and name.isprintable() and not re.search(r"[\s+]", name)
+    return isinstance(name, str) and bool(name) and name.isprintable() and not re.search(r"[\s+]", name)
 
 
 def exactly(encoded: str, length: int | None, what: str, text: str) -> bytes:

@@ -429,6 +429,21 @@ class BadNote(LedgerError, ValueError):
         self.why = why
 
 
+class HeadRefused(LedgerError, RuntimeError):
+    """The signer has signed another past of this run: its head is not signed, and nothing was written. Somebody changed the ledger.
+
+    Keep the database and the log of heads as they are, and look with ``verify --against``. ``why`` says in what the two differ.
+    """
+
+    def __init__(self, run_id: str, why: str) -> None:
+        super().__init__(
+            f"the head of run {run_id!r} was not signed: {why}. Nothing was written. Keep the database and the log of heads as they are; "
+            "`agent-run-ledger verify --against` says what differs. A ledger that was restored needs a new log."
+        )
+        self.run_id = run_id
+        self.why = why
+
+
 # --- stores -----------------------------------------------------------------------------------------------------------
 
 

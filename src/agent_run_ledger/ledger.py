@@ -65,6 +65,7 @@ from agent_run_ledger.stores.room import Room
 
 if TYPE_CHECKING:
     from agent_run_ledger.drivers.asynchronous import AsyncDriver
+    from agent_run_ledger.heads import Against, Emitting, HeadLog
     from agent_run_ledger.prices import Prices
 
 Durability = Literal["full", "process"]
@@ -138,6 +139,7 @@ class Ledger(Operator):
         payload_limit: int,
         min_free_bytes: int | None,
         outage_seconds: float,
+        heads: HeadLog | None,
         clock: Clock | None,
     ) -> None:
         if durability not in ("full", "process"):
@@ -161,6 +163,8 @@ class Ledger(Operator):
             raise TypeError(f"policy is a LoopDetectorPolicy, not {policy!r}")
         if not isinstance(db_path, str | os.PathLike) and not hasattr(db_path, "append"):
             raise TypeError(f"db_path is a path, ':memory:' or a store, not {db_path!r}")
+        if heads is not None and not hasattr(heads, "add"):
+            raise TypeError(f"heads is a HeadLog, not {heads!r}")
         if isinstance(db_path, str) and "\0" in db_path:
             raise ValueError(f"db_path {db_path!r} holds a NUL character, which no file name has")
         label = check_name("owner", owner) if owner is not None else f"{socket.gethostname()}-{os.getpid()}"
@@ -193,6 +197,7 @@ class Ledger(Operator):
             policy.reactions,
         )
         self._tools: dict[str, Tool] = {}
+        self._head_log = heads
         self._stand_on(self._store, self._clock)
 
     def _stand_on(self, store: Store, clock: Clock) -> None:
@@ -202,6 +207,12 @@ class Ledger(Operator):
         self._driver = SyncDriver(store, clock, self._leases, self._durability)
         if self._min_free and (path := getattr(store, "path", None)) is not None:
             self._leases.room = Room(os.path.dirname(os.path.abspath(path)), self._min_free)
+        self._emitting: Emitting | None = None
+        if self._head_log is not None:
+            from agent_run_ledger.heads import Emitting
+
+            self._emitting = Emitting(self, self._head_log)
+            self._leases.saw = self._emitting.saw
         self._is_beside = False
         """Whether the store is another ledger's to close."""
         self._async_driver: AsyncDriver | None = None
@@ -212,6 +223,7 @@ class Ledger(Operator):
         """This ledger as a process of its own would open it on another store: it shares what is registered and declared, and no run."""
         other = copy.copy(self)
         other._durability = durability
+        other._head_log = None
         other._stand_on(store, clock)
         return other
 
@@ -238,6 +250,8 @@ class Ledger(Operator):
         _open.discard(self)
         if self._async_driver is not None:
             self._async_driver.close()
+        if self._emitting is not None:
+            self._emitting.close()
         self._driver.close(keeps_store=self._is_beside)
 
     @property
@@ -299,11 +313,25 @@ class Ledger(Operator):
         is_elsewhere = is_owner_seen or run.moved_to is not None
         return not (is_elsewhere or run.is_damaged or state.is_terminal or state is RunState.QUARANTINE)
 
-    def verify(self, run_id: str | None = None, *, told: Callable[[int], None] | None = None) -> VerificationReport:
+    def verify(
+        self,
+        run_id: str | None = None,
+        against: Against | None = None,
+        *,
+        key: str | None = None,
+        told: Callable[[int], None] | None = None,
+    ) -> VerificationReport:
         """Recompute every entry, of one run or of all, and report each disagreement. `told` hears how many entries are done.
 
         A database without a tree head kept elsewhere proves only that it agrees with itself: who can write the file can rebuild it.
+        `against` is such heads, `TreeHead`s or the texts of notes: entries that were cut off or put back to an older state since are
+        found as `rollback`, entries that were written anew as `fork`. `key` is the public key by which each text has to be signed.
+
+        Raises `RunNotFound`, and `BadNote` where what is held against it is no head, or not signed so.
         """
+        from agent_run_ledger import heads  # only who verifies needs it
+
+        expected = heads.kept(against, key)
         findings: list[Finding] = []
         entries = number = 0
         if run_id is None:
@@ -311,24 +339,34 @@ class Ledger(Operator):
             ids: Iterator[str] = (summary.head.run_id for summary in self._store.summaries())
         else:
             ids = iter((check_name("run_id", run_id),))
+            if expected and run_id not in expected:
+                raise ValueError(f"among the heads to verify against is none of run {run_id!r}")
+            expected = {run_id: expected[run_id]} if expected else {}
+        compared = sum(map(len, expected.values()))
         for each in ids:
+            comparison = heads.Comparison(expected.pop(each, ()))
             try:
                 auditor = audit.Audit(each, self._store.secret(each))
                 for page in reading.pages(self._store, each):
                     for row in page:
                         auditor.take(reading.whole(self._store, each, row))
+                        comparison.take(auditor.leaves, auditor.frontier)
+                    if told is not None:
+                        told(entries + auditor.leaves)
                 head = self._store.head(each)  # after the entries, than which it may not be older
             except StoreCorrupt as error:
                 findings.append(Finding(each, None, "storage", str(error)))
                 continue
-            if not auditor.leaves and head is None:
+            if auditor.leaves or head is not None:
+                findings += auditor.end(head, self._store.inbox(each, 0))
+                number += 1
+            elif not compared:
                 raise RunNotFound(each)
-            findings += auditor.end(head, self._store.inbox(each, 0))
+            findings += comparison.end(auditor.leaves)
             entries += auditor.leaves
-            number += 1
-            if told is not None:
-                told(entries)
-        return VerificationReport(not findings, findings, entries, number)
+        for missing in expected.values():
+            findings += heads.Comparison(missing).end(0)
+        return VerificationReport(not findings, findings, entries, number, compared)
 
     def tree_head(self, run_id: str, size: int | None = None) -> TreeHead:
         """The size and root of the run's tree as it is now, or as it was when it had `size` entries. They are on stable storage by then.
@@ -495,7 +533,7 @@ class AgentRunLedger(Fleet, Ledger):
 
     `db_path` is a file, `":memory:"`, or a store. `max_steps` limits each run, `loop_threshold` equal calls with an equal outcome
     trip the breaker. `durability="full"` survives a power cut, `"process"` any death of the process. `owner` is a label for people.
-    A PostgreSQL server that cannot be reached is waited for, for `outage_seconds`.
+    A PostgreSQL server that cannot be reached is waited for, for `outage_seconds`. To `heads` a signed head is added of each run that ends.
 
     >>> ledger = AgentRunLedger("agent.db")
     >>> run_id = ledger.create_run(goal="Reconcile October invoices")
@@ -523,6 +561,7 @@ class AgentRunLedger(Fleet, Ledger):
         payload_limit: int = PAYLOAD_LIMIT,
         min_free_bytes: int | None = None,
         outage_seconds: float = OUTAGE_SECONDS,
+        heads: HeadLog | None = None,
         clock: Clock | None = None,
     ) -> None:
         if policy is not None and loop_threshold is not _LOOP_THRESHOLD:
@@ -550,6 +589,7 @@ class AgentRunLedger(Fleet, Ledger):
             payload_limit=payload_limit,
             min_free_bytes=min_free_bytes,
             outage_seconds=outage_seconds,
+            heads=heads,
             clock=clock,
         )
         self._agents = {}

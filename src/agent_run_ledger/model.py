@@ -597,3 +597,5 @@ class VerificationReport:
     findings: list[Finding]
     entries: int
     runs: int
+    heads: int = 0
+    """How many heads that were kept elsewhere it was held to."""

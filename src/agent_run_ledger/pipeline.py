@@ -27,6 +27,7 @@ from agent_run_ledger.rules.names import check_name
 from agent_run_ledger.run import park, perform, with_key
 
 if TYPE_CHECKING:
+    from agent_run_ledger.heads import HeadLog
     from agent_run_ledger.prices import Prices
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -255,6 +256,7 @@ class RunLedger(Ledger):
         payload_limit: int = PAYLOAD_LIMIT,
         min_free_bytes: int | None = None,
         outage_seconds: float = OUTAGE_SECONDS,
+        heads: HeadLog | None = None,
         clock: Clock | None = None,
     ) -> None:
         self.run_id = check_name("run_id", run_id)
@@ -278,6 +280,7 @@ class RunLedger(Ledger):
             payload_limit=payload_limit,
             min_free_bytes=min_free_bytes,
             outage_seconds=outage_seconds,
+            heads=heads,
             clock=clock,
         )
 

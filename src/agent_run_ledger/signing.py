@@ -41,7 +41,7 @@ class Signer:
     @classmethod
     def generate(cls, name: str) -> Self:
         """A new key. Its `name` says for people whose it is; it has no white space and no plus sign. Raises `ValueError`."""
-        if not isinstance(name, str) or not is_key_name(name):
+        if not is_key_name(name):
             raise ValueError(f"a key's name is a text without white space and without a plus sign, not {name!r}")
         made = _ed25519().Ed25519PrivateKey.generate()
         return cls(_PRIVATE + _written(name, made.public_key().public_bytes_raw(), made.private_bytes_raw()))

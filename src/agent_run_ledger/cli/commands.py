@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import NoReturn
 
 import agent_run_ledger
-from agent_run_ledger.cli import fleet, places, preflight, supervise
+from agent_run_ledger.cli import fleet, places, preflight, proving, supervise
 from agent_run_ledger.cli.options import count, number, seconds
 from agent_run_ledger.cli.shell import ERROR, INTERRUPTED, PIPE_CLOSED, VARIABLE, UsageError, without_passwords
 from agent_run_ledger.cli.terminal import plain, writable
@@ -210,10 +210,20 @@ def _add_looking(commands: _Commands) -> None:
         "verify",
         "looking",
         "Recompute every entry of one run, or of all, and report what does not agree. A database alone proves only that "
-        "it agrees with itself.",
+        "it agrees with itself; with --against it is held to heads that were kept elsewhere.",
         "--db demo/agent.db verify",
     )
     verify.add_argument("run_id", metavar="RUN", nargs="?")
+    verify.add_argument(
+        "--against",
+        metavar="FILE",
+        action="append",
+        help="heads that were kept elsewhere, or - for standard input: what was cut off or rewritten since is found; may be repeated",
+    )
+    verify.add_argument(
+        "--key", metavar="KEY", help="the public key by which each of these heads has to be signed, or @FILE"
+    )
+    proving.add(add)
     add(
         "doctor",
         "looking",

@@ -10,12 +10,23 @@ from typing import TYPE_CHECKING, Any
 
 import agent_run_ledger
 from agent_run_ledger.cli.fleet import stuck
+from agent_run_ledger.cli.proving import heads_given, key_given, signing
 from agent_run_ledger.cli.shell import OK, PROBLEM, UsageError, command_for, data_of, opened_to_look, path_of, run_data
 from agent_run_ledger.cli.terminal import Progress, as_json, counted, cut, labelled, plain, table, took, when, width
 from agent_run_ledger.cli.waiting import Wait, data_of_waits, queued, told, waits_of
 
 if TYPE_CHECKING:
     from agent_run_ledger.model import Inspection
+
+_PROVED = """\
+This proves that the database agrees with itself: damage and careless changes are found. Who can write the file can
+rebuild it whole, or put an older copy in its place; only a tree head kept elsewhere finds that: --against."""
+_PROVED_AGAINST = """\
+This proves that the database agrees with itself, and that what the heads cover is what it was when they were signed.
+Entries behind the last head of a run, and runs without one, are proved by the database alone."""
+_PROVED_UNSIGNED = """\
+This proves that the database agrees with itself and with these heads. Who signed them was not looked at (--key does that):
+they prove as much as the place where they were kept. Entries behind the last head of a run are proved by the database alone."""
 
 _WIDE = 130
 """From this many columns on a step's arguments are shown, too."""
@@ -169,10 +180,13 @@ def _notes(
 
 
 def verify(given: argparse.Namespace) -> int:
+    if given.key is not None and given.against is None:
+        raise UsageError("--key says who has signed the heads of --against: give both")
     progress = Progress(sys.stderr)
-    with opened_to_look(given) as ledger:
+    with signing(), opened_to_look(given) as ledger:
+        against = heads_given(given.against) if given.against is not None else None
         try:
-            report = ledger.verify(given.run_id, told=progress.checked)
+            report = ledger.verify(given.run_id, against, key=key_given(given.key), told=progress.checked)
         finally:
             progress.clear()
     if given.json:
@@ -181,6 +195,7 @@ def verify(given: argparse.Namespace) -> int:
     print(
         f"{counted(report.entries, 'entry', 'entries')} of {counted(report.runs, 'run', 'runs')}: "
         f"{counted(len(report.findings), 'finding', 'findings')}"
+        + (f", held to {counted(report.heads, 'head', 'heads')} that were kept" if given.against is not None else "")
     )
     if report.findings:
         print()
@@ -190,10 +205,7 @@ def verify(given: argparse.Namespace) -> int:
         )
         print(table(("RUN", "ENTRY", "CODE", "MESSAGE"), rows, stretch=3))
     print()
-    print(
-        "This proves that the database agrees with itself: damage and careless changes are found. Who can write the file can\n"
-        "rebuild it whole, or put an older copy in its place; only a tree head kept elsewhere finds that."
-    )
+    print(_PROVED if given.against is None else _PROVED_AGAINST if given.key is not None else _PROVED_UNSIGNED)
     return OK if report.ok else PROBLEM
 
 

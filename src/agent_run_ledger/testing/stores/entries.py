@@ -205,7 +205,8 @@ class EntriesContract:
         store.sync("r")
         store.sync("nobody")
         after = store.head("r")
-        assert before is not None and after is not None
+        assert before is not None
+        assert after is not None
         assert (after.owner, after.token, after.inbox) == (before.owner, before.token, before.inbox)
         assert store.append("r", lease.token, 0, [a_row(3)], synced=False)
         assert [row.seq for row in store.read("r")] == [1, 2, 3]
