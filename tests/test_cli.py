@@ -33,7 +33,7 @@ from agent_run_ledger.stores.diagnosis import has_wal_reset_bug
 from support.shell import NAMES, TEXTS, Shell, is_one_line, is_safe
 
 COMMANDS = [
-    "runs", "show", "plan", "trace", "cost", "explain", "dead-letters", "approvals", "verify", "doctor", "resolve", "release", "cancel", "redrive", "fork",
+    "runs", "show", "plan", "trace", "cost", "explain", "dead-letters", "approvals", "verify", "head", "prove", "keygen", "doctor", "resolve", "release", "cancel", "redrive", "fork",
     "signal", "approve", "deny", "recover", "preflight", "supervise", "demo",
 ]  # fmt: skip
 SOURCE = Path(__file__).resolve().parent.parent / "src"
@@ -402,7 +402,7 @@ def test_verify_shows_each_finding_and_returns_1(shell: Shell, db: Path) -> None
     assert status == 1
     assert any(line.split()[:3] == ["october", "3", "payload"] for line in out.splitlines())
     found = json.loads(shell("--db", db, "verify", "--json")[1])
-    assert list(found) == ["ok", "findings", "entries", "runs"]
+    assert list(found) == ["ok", "findings", "entries", "runs", "heads"]
     assert found["ok"] is False
     assert {"run_id", "seq", "code", "message"} == set(found["findings"][0])
     assert shell("--db", db, "verify", "november")[0] == 0

@@ -153,7 +153,9 @@ class Emitting:
             except (LedgerError, OSError) as error:
                 import logging
 
-                logging.getLogger("agent_run_ledger").error("nothing was added to the log of heads for run %r: %s", run_id, error)
+                logging.getLogger("agent_run_ledger").error(
+                    "nothing was added to the log of heads for run %r: %s", run_id, error
+                )
 
 
 # --- heads that were kept ---------------------------------------------------------------------------------------------

@@ -195,7 +195,7 @@ def verify(given: argparse.Namespace) -> int:
     print(
         f"{counted(report.entries, 'entry', 'entries')} of {counted(report.runs, 'run', 'runs')}: "
         f"{counted(len(report.findings), 'finding', 'findings')}"
-        + (f", held to {counted(report.heads, 'head', 'heads')} that were kept" if given.against is not None else "")
+        + (f", held to {counted(report.heads, 'kept head', 'kept heads')}" if given.against is not None else "")
     )
     if report.findings:
         print()
