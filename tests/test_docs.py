@@ -798,7 +798,7 @@ def module_table() -> str:
     """Every module with the first line of its docstring, floor by floor."""
     floors = [
         ("0 words", ["errors.py", "model.py", "contract.py"]),
-        ("1 rules", ["rules", "merkle.py", "usage.py", "prices.py"]),
+        ("1 rules", ["rules", "merkle.py", "checkpoints.py", "usage.py", "prices.py"]),
         ("2 engine", ["engine"]),
         ("2 stores", ["stores"]),
         ("3 drivers", ["drivers"]),
@@ -813,6 +813,9 @@ def module_table() -> str:
                 "preflight.py",
                 "supervisor.py",
                 "catalogue.py",
+                "proving.py",
+                "heads.py",
+                "signing.py",
                 "testing",
             ],
         ),
@@ -923,6 +926,7 @@ def test_the_reference_has_every_public_name() -> None:
 def test_the_reference_has_every_code_of_a_finding() -> None:
     code = (PACKAGE / "engine" / "audit.py").read_text(encoding="utf-8")
     codes = {"storage", *re.findall(r'self\.found\([^"]*?, "(\w+)"', code)}
+    codes |= set(re.findall(r'Finding\([^"]*?, "(\w+)"', (PACKAGE / "heads.py").read_text(encoding="utf-8")))
     listed = section(PYTHON_API.read_text(encoding="utf-8"), "Finding").partition("`code` is one of")[2]
     assert set(re.findall(r"`(\w+)`", listed)) == codes
 

@@ -1,4 +1,4 @@
-"""Ed25519 keys that sign and check notes, in the encodings that signed notes have. The only place that knows `cryptography`, extra [sign]."""
+"""Ed25519 keys that sign and check notes, in the encodings of signed notes. The only place that knows the package of the extra [sign]."""
 
 from __future__ import annotations
 
