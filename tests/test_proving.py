@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import errno
 import os
-import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,7 +12,16 @@ from pathlib import Path
 
 import pytest
 
-from agent_run_ledger import AgentRunLedger, ConsistencyProof, Effect, InclusionProof, RunNotFound, StoreCorrupt, merkle
+from agent_run_ledger import (
+    AgentRunLedger,
+    ConsistencyProof,
+    Effect,
+    InclusionProof,
+    RunNotFound,
+    StoreCorrupt,
+    StoreError,
+    merkle,
+)
 from agent_run_ledger.contract import Listing, Row
 from agent_run_ledger.stores.memory import MemoryStore
 from support.ledgers import KINDS, Bench, raw
@@ -172,27 +181,50 @@ def test_a_proof_looks_up_a_logarithm_of_entries() -> None:
             assert 0 < store.looked <= 2 * size.bit_length() + 1
 
 
-def test_what_a_head_covers_is_synced_before_the_head_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    synced: list[str] = []
+@pytest.fixture
+def synced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The files that were synced by a call of the system that Python makes, and not SQLite."""
+    files: list[str] = []
     true_fsync = os.fsync
 
     def fsync(file: int) -> None:
-        synced.append(os.readlink(f"/proc/self/fd/{file}"))
+        files.append(os.readlink(f"/proc/self/fd/{file}"))
         true_fsync(file)
 
+    monkeypatch.setattr(os, "fsync", fsync)
+    return files
+
+
+@pytest.mark.parametrize("read_only", [False, True])
+def test_what_a_head_covers_is_synced_before_the_head_is_given(
+    tmp_path: Path, synced: list[str], read_only: bool
+) -> None:
     with Bench("sqlite", tmp_path) as bench:
         ledger = bench.open(durability="process")
-        run_id = ledger.create_run("goal", RUN)
-        ledger.execute_step(run_id, "step", {}, lambda: None)
-        with AgentRunLedger.open_read_only(bench.path) as looking:
-            monkeypatch.setattr(os, "fsync", fsync)
-            looking.tree_head(RUN)
+        ledger.create_run("goal", RUN)
+        ledger.execute_step(RUN, "step", {}, lambda: None)
+        synced.clear()
+        if read_only:
+            with AgentRunLedger.open_read_only(bench.path) as looking:
+                looking.tree_head(RUN)
+        else:
+            ledger.tree_head(RUN)
         assert synced == [f"{bench.path}-wal"]
-        commits: list[str] = []
-        connection = ledger._store._files.ready()  # type: ignore[attr-defined]
-        connection.set_trace_callback(commits.append)
-        ledger.tree_head(RUN)
-        connection.set_trace_callback(None)
-        assert "PRAGMA synchronous=2" in commits
-        assert commits.index("COMMIT") > commits.index("PRAGMA synchronous=2")
-        assert isinstance(connection, sqlite3.Connection)
+
+
+def test_without_a_sync_there_is_no_head_and_the_log_is_mended_before_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Bench("sqlite", tmp_path) as bench:
+        ledger = bench.open(durability="process")
+        ledger.create_run("goal", RUN)
+        with monkeypatch.context() as failing:
+            failing.setattr(os, "fsync", lambda file: (_ for _ in ()).throw(OSError(errno.EIO, "no such sector")))
+            for _ in range(2):
+                with pytest.raises(StoreError):
+                    ledger.tree_head(RUN)
+        written: list[int] = []
+        true_pwrite = os.pwrite
+        monkeypatch.setattr(os, "pwrite", lambda *given: written.append(true_pwrite(*given)) or written[-1])
+        assert ledger.tree_head(RUN).size == 1
+        assert sum(written) == os.stat(f"{bench.path}-wal").st_size

@@ -206,19 +206,25 @@ class Connections:
         self._is_log_whole = True
 
     def sync_log(self) -> None:
-        """Have the bytes of the log on stable storage, without writing any: what is not in the log is in the file, and synced."""
-        try:
+        """Have the bytes of the log on stable storage, whoever wrote them: what is not in the log is in the file, and synced."""
+        self.refuse_reentry()
+        with self.mutex:
+            try:
+                if self._is_log_whole:
+                    self._fsync_log()
+                else:
+                    self.lock.during(self._mend_log)
+            except OSError as error:
+                self._is_log_whole = False
+                raise named(error, self.path) from error
+
+    def _fsync_log(self) -> None:
+        with suppress(FileNotFoundError):  # then the file has all
             log = os.open(self.path + "-wal", os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
-        except FileNotFoundError:
-            return
-        except OSError as error:
-            raise named(error, self.path) from error
-        try:
-            os.fsync(log)
-        except OSError as error:
-            raise named(error, self.path) from error
-        finally:
-            os.close(log)
+            try:
+                os.fsync(log)
+            finally:
+                os.close(log)
 
     def mind_the_log(self, db: sqlite3.Connection, payload: bytes | None = None) -> None:
         """Count what was committed, under the lock file, and empty the log when it is long."""

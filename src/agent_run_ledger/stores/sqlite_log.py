@@ -93,9 +93,6 @@ SELECT CASE WHEN payload IS NULL AND digest IS NOT NULL
 FROM entries e WHERE run_id = ? AND seq = ?
 """
 
-# Nothing changes, but it is a commit: the log is synced with all that stands in it.
-_TOUCH = "UPDATE runs SET inbox = inbox WHERE run_id = ?"
-
 _STANDING = """
 SELECT seq, kind, position, attempt, body, roots, digest FROM entries
 WHERE run_id = ? AND seq BETWEEN ? AND ? ORDER BY seq
@@ -216,10 +213,7 @@ class Log:
         return dict(self._files.ask(statement, run_id, *seqs))
 
     def sync(self, run_id: str) -> None:
-        if self._files.read_only:
-            self._files.sync_log()
-        else:
-            self._files.write(FULL, lambda db: db.execute(_TOUCH, (run_id,)))
+        self._files.sync_log()
 
     def _append_each(self, appends: Sequence[Append], answers: list[_Answer], db: sqlite3.Connection) -> None:
         self._files.log_pages += len(appends)  # each has a leaf of the index to itself

@@ -355,9 +355,11 @@ class PostgresStore:
         if not self._links.read_only:
             self._ask(_SYNC, run_id, "on")
             return
-        written = self._ask(reading.WRITTEN_TO)[0][0]
-        while written is not None and not self._ask(reading.IS_FLUSHED_TO, written)[0][0]:
-            time.sleep(_UNTIL_FLUSHED_SECONDS)
+        end, page, segment = self._ask(reading.LOG_END)[0]
+        if end is not None:
+            written = reading.last_written(int(end), page, segment)
+            while not self._ask(reading.IS_FLUSHED_TO, written)[0][0]:
+                time.sleep(_UNTIL_FLUSHED_SECONDS)
 
     def secret(self, run_id: str) -> bytes:
         found = self._ask(reading.SECRET, run_id)
