@@ -579,6 +579,20 @@ def test_heads_of_all_runs_are_added_to_a_log_once(shell: Shell) -> None:
     assert shell("--db", "agent.db", "verify", "--against", "heads.log")[0] == 0
 
 
+def test_one_damaged_run_keeps_no_other_from_having_a_head(shell: Shell) -> None:
+    with raw(Path("agent.db"), without_triggers=True) as connection:
+        connection.execute("UPDATE entries SET roots = x'00' WHERE run_id = 'october'")
+    status, out, err = shell("--db", "agent.db", "head")
+    assert status == 1
+    assert "run/other\n" in out
+    assert "october" not in out
+    assert err.startswith("PROBLEM: run 'october'")
+    first, second = shell.json("--db", "agent.db", "head")["heads"]
+    assert (first["note"], second["trouble"]) == (None, None)
+    assert "verify" in first["trouble"]
+    assert "'october'" in shell.refused("--db", "agent.db", "head", RUN)
+
+
 def test_a_fork_and_a_rollback_are_found_with_exit_status_1(shell: Shell) -> None:
     Path("kept").write_text(shell("--db", "agent.db", "head")[1])
     os.rename("agent.db", "old.db")

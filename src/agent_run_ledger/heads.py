@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -49,6 +50,7 @@ class HeadLog:
         self.signer = signer
         self.every = every
         self._mutex = threading.Lock()
+        _logs.add(self)
         self._last: dict[str, TreeHead] = {}
         """The largest head of each run that is signed."""
         self._read = 0
@@ -120,6 +122,18 @@ class HeadLog:
         note = head.note(self.signer)
         self._last[run_id] = head
         return note
+
+
+_logs: weakref.WeakSet[HeadLog] = weakref.WeakSet()
+
+
+def _in_child() -> None:
+    for log in list(_logs):
+        log._mutex = threading.Lock()  # a thread that is not here may have been adding
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_in_child)
 
 
 class Emitting:

@@ -9,9 +9,9 @@ from base64 import b64encode
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from agent_run_ledger import AgentRunLedger, HeadLog, InvalidName, Signer
+from agent_run_ledger import HeadLog, HeadRefused, LedgerError, Signer, StoreCorrupt
 from agent_run_ledger.cli.options import number
-from agent_run_ledger.cli.shell import OK, UsageError, opened_to_look
+from agent_run_ledger.cli.shell import OK, PROBLEM, UsageError, opened_to_look
 from agent_run_ledger.cli.terminal import as_json, labelled, plain
 
 
@@ -60,15 +60,13 @@ def add(add_command: Callable[..., argparse.ArgumentParser]) -> None:
 
 @contextmanager
 def signing() -> Iterator[None]:
-    """What needs the extra [sign], or is asked for what cannot be, is the command line's mistake."""
+    """What needs the extra [sign], or is asked of a run that has not so many entries, is said in one line."""
     try:
         yield
-    except InvalidName:
+    except LedgerError:
         raise
     except (ImportError, ValueError) as error:
-        if isinstance(error, ImportError) or type(error) is ValueError:
-            raise UsageError(str(error)) from error
-        raise
+        raise UsageError(str(error)) from error
 
 
 def head(given: argparse.Namespace) -> int:
@@ -76,29 +74,34 @@ def head(given: argparse.Namespace) -> int:
         raise UsageError("--size is about one run: name it")
     if given.log is not None and given.sign is None:
         raise UsageError("--log keeps what was signed: give --sign FILE with it")
+    status = OK
+    shown: list[dict[str, object]] = []
     with signing(), opened_to_look(given) as ledger:
         signer = None if given.sign is None else Signer(_read(given.sign))
         log = HeadLog(given.log, signer) if given.log is not None and signer is not None else None
-        ids = [given.run_id] if given.run_id is not None else [run.run_id for run in ledger.runs()]
-        shown = []
-        for run_id in ids:
-            if log is not None:
-                note = log.add(ledger, run_id, given.size)
-            else:
-                note = ledger.tree_head(run_id, given.size).note(signer)
-            if note is None and not given.json:
-                sys.stderr.write(f"nothing new of run {plain(repr(run_id))}: what is signed covers it\n")
-            elif note is not None and not given.json:
-                sys.stdout.write(note if given.run_id is not None else note + "\n")
-            shown.append({"run_id": run_id, **_fields(ledger, run_id, given.size), "note": note})
+        for run_id in [given.run_id] if given.run_id is not None else [run.run_id for run in ledger.runs()]:
+            try:
+                found = ledger.tree_head(run_id, given.size)
+                note = found.note(signer) if log is None else log.add(ledger, run_id, found.size)
+            except (StoreCorrupt, HeadRefused) as error:
+                if given.run_id is not None:
+                    raise
+                status = PROBLEM  # the others have heads all the same
+                shown.append({"run_id": run_id, "size": None, "root": None, "note": None, "trouble": str(error)})
+                continue
+            data = {"run_id": run_id, "size": found.size, "root": found.root.hex(), "note": note, "trouble": None}
+            shown.append(data)
     if given.json:
         print(as_json({"heads": shown}))
-    return OK
-
-
-def _fields(ledger: AgentRunLedger, run_id: str, size: int | None) -> dict[str, object]:
-    head = ledger.tree_head(run_id, size)
-    return {"size": head.size, "root": head.root.hex()}
+        return status
+    for each in shown:
+        if each["trouble"] is not None:
+            sys.stderr.write(f"PROBLEM: {plain(str(each['trouble']))}\n")
+        elif each["note"] is None:
+            sys.stderr.write(f"nothing new of run {plain(repr(each['run_id']))}: what is signed covers it\n")
+        else:
+            sys.stdout.write(f"{each['note']}\n" if given.run_id is None else str(each["note"]))
+    return status
 
 
 def prove(given: argparse.Namespace) -> int:
