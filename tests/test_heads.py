@@ -653,6 +653,6 @@ def test_a_head_that_contradicts_the_log_is_refused(shell: Shell) -> None:
         steps(ledger, RUN, 3)
     before = Path("heads.log").read_text()
     assert "not those that are signed for" in shell.refused(
-        "--db", "rebuilt.db", "head", "--sign", "head.key", "--log", "heads.log"
+        "--db", "rebuilt.db", "head", RUN, "--sign", "head.key", "--log", "heads.log"
     )
     assert Path("heads.log").read_text() == before
