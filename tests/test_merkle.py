@@ -313,6 +313,21 @@ def test_nothing_is_proved_of_the_empty_tree() -> None:
             merkle.inclusion_proof(numbered(size), index)
 
 
+@pytest.mark.parametrize("size", range(1, 18))
+def test_a_proof_that_is_longer_than_its_place_needs_proves_no_root_that_it_was_made_for(size: int) -> None:
+    leaves, extra = numbered(size), merkle.leaf_hash(b"extra")
+    root = merkle.root(leaves)
+    made = [merkle.node_hash(extra, root), merkle.node_hash(root, extra)]
+    for index in range(size):
+        proof = [*merkle.inclusion_proof(leaves, index), extra]
+        assert not any(merkle.verify_inclusion(leaves[index], index, size, proof, wrong) for wrong in made)
+    for size1 in range(1, size + 1):
+        earlier, proof = merkle.root(leaves[:size1]), [*merkle.consistency_proof(leaves, size1), extra]
+        for wrong in made:
+            for root1 in (earlier, merkle.node_hash(extra, earlier), merkle.node_hash(earlier, extra)):
+                assert not merkle.verify_consistency(size1, size, proof, root1, wrong)
+
+
 MALFORMED = [
     None,
     True,
