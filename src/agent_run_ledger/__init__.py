@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from agent_run_ledger.errors import InvalidArguments as InvalidArguments
     from agent_run_ledger.errors import InvalidName as InvalidName
     from agent_run_ledger.errors import InvalidPipeline as InvalidPipeline
+    from agent_run_ledger.errors import InvalidPrivateList as InvalidPrivateList
     from agent_run_ledger.errors import LeaseLost as LeaseLost
     from agent_run_ledger.errors import LedgerError as LedgerError
     from agent_run_ledger.errors import NotALedger as NotALedger
@@ -92,6 +93,7 @@ if TYPE_CHECKING:
     from agent_run_ledger.prices import Price as Price
     from agent_run_ledger.prices import PriceBook as PriceBook
     from agent_run_ledger.prices import Prices as Prices
+    from agent_run_ledger.redacting import redacted as redacted
     from agent_run_ledger.rules.canonical import register_type as register_type
     from agent_run_ledger.rules.loops import LoopDetectorPolicy as LoopDetectorPolicy
     from agent_run_ledger.rules.names import sanitize_identifier as sanitize_identifier
@@ -126,6 +128,7 @@ else:
         "InvalidArguments": "errors",
         "InvalidName": "errors",
         "InvalidPipeline": "errors",
+        "InvalidPrivateList": "errors",
         "LeaseLost": "errors",
         "LedgerError": "errors",
         "NotALedger": "errors",
@@ -181,6 +184,7 @@ else:
         "VerificationReport": "model",
         "RunLedger": "pipeline",
         "Step": "pipeline",
+        "redacted": "redacting",
         "register_type": "rules.canonical",
         "LoopDetectorPolicy": "rules.loops",
         "sanitize_identifier": "rules.names",
@@ -233,6 +237,7 @@ __all__ = [
     "InvalidArguments",
     "InvalidName",
     "InvalidPipeline",
+    "InvalidPrivateList",
     "LeaseLost",
     "LedgerError",
     "LoopDetectorPolicy",
@@ -296,6 +301,7 @@ __all__ = [
     "current_run",
     "current_step",
     "forge_or_sentinel_guard",
+    "redacted",
     "register_type",
     "sanitize_identifier",
 ]
