@@ -191,7 +191,7 @@ def _without_users(text: str) -> str:
         end = _WORD_WITH_ADDRESS.match(text, at).end()  # type: ignore[union-attr] # it matches nothing, too
         host = text.rfind("@", at, end)
         is_cut = host < 0 and text[end - 1] == "…"
-        while 0 < at and (host > at or is_cut):
+        while host > at or is_cut:
             after = _USER.match(text, at, end).end()  # type: ignore[union-attr] # as above
             if text[after : after + 1] == ":" and after + 1 < end and not _PORT.match(text, after + 1, end):
                 begin = after + 1
@@ -333,7 +333,7 @@ class Redactor:
         return self._data(value, 0)
 
     def _text(self, text: str, depth: int) -> str:
-        if len(text) < _SHORTEST_VALUE:
+        if not text:
             return text
         for value in self.private.values:
             text = text.replace(value, HIDDEN)
