@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from agent_run_ledger.errors import ApprovalDenied as ApprovalDenied
     from agent_run_ledger.errors import ApprovalMismatch as ApprovalMismatch
     from agent_run_ledger.errors import AttemptsExhausted as AttemptsExhausted
+    from agent_run_ledger.errors import BackupRefused as BackupRefused
     from agent_run_ledger.errors import BudgetExceededException as BudgetExceededException
     from agent_run_ledger.errors import CallBlocked as CallBlocked
     from agent_run_ledger.errors import CopyRefused as CopyRefused
@@ -76,6 +77,7 @@ if TYPE_CHECKING:
     from agent_run_ledger.model import Notice as Notice
     from agent_run_ledger.model import PlannedAction as PlannedAction
     from agent_run_ledger.model import Receipt as Receipt
+    from agent_run_ledger.model import RestoredLedger as RestoredLedger
     from agent_run_ledger.model import RetryPolicy as RetryPolicy
     from agent_run_ledger.model import RunRecord as RunRecord
     from agent_run_ledger.model import RunState as RunState
@@ -119,6 +121,7 @@ else:
         "StepContext": "drivers.context",
         "current_step": "drivers.context",
         "AttemptsExhausted": "errors",
+        "BackupRefused": "errors",
         "BudgetExceededException": "errors",
         "CallBlocked": "errors",
         "CopyRefused": "errors",
@@ -174,6 +177,7 @@ else:
         "Effect": "model",
         "Event": "model",
         "Finding": "model",
+        "RestoredLedger": "model",
         "RetryPolicy": "model",
         "RunRecord": "model",
         "RunState": "model",
@@ -217,6 +221,7 @@ __all__ = [
     "ApprovalMismatch",
     "ApprovalRequest",
     "AttemptsExhausted",
+    "BackupRefused",
     "BlockedCall",
     "Budget",
     "BudgetExceededException",
@@ -256,6 +261,7 @@ __all__ = [
     "Reentered",
     "ReplayDivergence",
     "ReplayStalledWarning",
+    "RestoredLedger",
     "RetryPolicy",
     "Run",
     "RunClosed",

@@ -461,6 +461,10 @@ class StoreBusy(StoreError):
     """Another process kept the database locked for longer than the busy timeout. Nothing was written. Call again."""
 
 
+class BackupRefused(StoreError):
+    """A backup was not made, or not restored, as it was asked for: something stands there, or the copy does not verify. Nothing was replaced."""
+
+
 class StoreUnavailable(StoreError):
     """The store cannot be reached or is closed. What was not acknowledged may not be written; open it and look."""
 
