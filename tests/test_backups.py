@@ -13,7 +13,17 @@ from pathlib import Path
 import psycopg
 import pytest
 
-from agent_run_ledger import AgentRunLedger, BackupRefused, Effect, LeaseLost, NotALedger, StoreBusy, StoreError
+from agent_run_ledger import (
+    AgentRunLedger,
+    BackupRefused,
+    Effect,
+    LeaseLost,
+    NotALedger,
+    NotDurableWarning,
+    Run,
+    StoreBusy,
+    StoreError,
+)
 from agent_run_ledger.stores import backups, open_store
 from agent_run_ledger.stores.clock import SystemClock
 from agent_run_ledger.testing.stores.entries import a_row

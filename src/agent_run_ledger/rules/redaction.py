@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 HIDDEN = "[redacted]"
@@ -99,9 +100,7 @@ def _is_secret(name: str, private: Private, *, is_counted: bool) -> bool:
         return True
     if words[-1] in _DESCRIBES:
         return False
-    if not _ALWAYS.isdisjoint(words) or any(
-        one in _KEYS and other == "key" for one, other in zip(words, words[1:], strict=False)
-    ):
+    if not _ALWAYS.isdisjoint(words) or any(one in _KEYS and other == "key" for one, other in pairwise(words)):
         return True
     if is_counted:
         return False
