@@ -164,6 +164,7 @@ COMMANDS: dict[str, list[list[str]] | str] = {
     "plan": [["plan", run] for run in ("done", "failed", "parked", "in-doubt", "asking", "waiting")],
     "trace": [["trace", run] for run in ("done", "failed", "parked", "looping", "suspected", "in-doubt", "asking", "waiting")],
     "cost": [["cost"], ["cost", "done"]],
+    "budgets": [["budgets"]],
     "explain": [["explain", run] for run in ("done", "failed", "parked", "looping", "suspected", "in-doubt", "asking")],
     "dead-letters": [["dead-letters"], ["dead-letters", "--trace"]],
     "approvals": [["approvals"], ["approvals", "asking"]],

@@ -81,6 +81,8 @@ if TYPE_CHECKING:
     from agent_run_ledger.model import RetryPolicy as RetryPolicy
     from agent_run_ledger.model import RunRecord as RunRecord
     from agent_run_ledger.model import RunState as RunState
+    from agent_run_ledger.model import SharedBudget as SharedBudget
+    from agent_run_ledger.model import SharedLimits as SharedLimits
     from agent_run_ledger.model import Spending as Spending
     from agent_run_ledger.model import StepRecord as StepRecord
     from agent_run_ledger.model import StepState as StepState
@@ -167,6 +169,8 @@ else:
         "AgentRunLedger": "ledger",
         "compute_fingerprint": "ledger",
         "Budget": "model",
+        "SharedBudget": "model",
+        "SharedLimits": "model",
         "Spending": "model",
         "Explanation": "model",
         "Evidence": "model",
@@ -276,6 +280,8 @@ __all__ = [
     "RunawayLoopDetectedException",
     "RunawayLoopException",
     "SchemaTooNew",
+    "SharedBudget",
+    "SharedLimits",
     "Spending",
     "Step",
     "StepCancelled",

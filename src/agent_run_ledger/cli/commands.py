@@ -13,7 +13,7 @@ from typing import NoReturn
 
 import agent_run_ledger
 from agent_run_ledger.cli import fleet, places, preflight, supervise
-from agent_run_ledger.cli.options import count, number, seconds
+from agent_run_ledger.cli.options import count, money, number, seconds
 from agent_run_ledger.cli.shell import ERROR, INTERRUPTED, PIPE_CLOSED, VARIABLE, UsageError
 from agent_run_ledger.cli.terminal import plain, showing, writable
 from agent_run_ledger.redacting import of_this_process, without_passwords
@@ -199,6 +199,13 @@ def _add_looking(commands: _Commands) -> None:
         type=count,
         help="without RUN: list only the newest N runs (default: 50; 0 and --json: all)",
     )
+    add(
+        "budgets",
+        "costs",
+        "List the budgets that runs share, and how much of each is spent and reserved by now: those that programs declare by name, and "
+        "those of runs with a budget that have begun others.",
+        "--db agent.db budgets",
+    )
     explain = add(
         "explain",
         "explaining",
@@ -273,6 +280,10 @@ def _add_acting(commands: _Commands) -> None:
         "redrive refund-209 --max-steps 100 --reason 'the API is mended' --yes",
     )
     redrive.add_argument("--max-steps", metavar="N", type=number, help="the new run's limit of steps")
+    redrive.add_argument(
+        "--max-tokens", metavar="N", type=number, help="its limit of tokens; what the old run has spent counts, too"
+    )
+    redrive.add_argument("--max-usd", metavar="USD", type=money, help="its limit of US dollars, likewise")
     redrive.add_argument("--as", dest="new_run_id", metavar="NEW_ID", help="the new run's id (default: a fresh one)")
     fork = act(
         "fork",

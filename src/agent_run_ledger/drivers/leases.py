@@ -14,6 +14,7 @@ from typing import Any
 
 from agent_run_ledger.contract import Clock, Lease, QueueTerms, Store
 from agent_run_ledger.drivers import reading
+from agent_run_ledger.drivers.accounts import Accounts
 from agent_run_ledger.drivers.workers import Work
 from agent_run_ledger.engine import runs, schedule, waits
 from agent_run_ledger.engine.effects import Moment
@@ -138,6 +139,7 @@ class Leases:
         undeclared: str,
         rule: Callable[[], Rule],
         reactions: Mapping[str, str],
+        shared: Mapping[str, Limits],
     ) -> None:
         self._store = store
         self._clock = clock
@@ -150,6 +152,7 @@ class Leases:
         self.undeclared = undeclared
         self._rule = rule
         self._reactions = reactions
+        self._shared = shared
         self.room: Room | None = None
         """What watches the disk, where somebody wants it watched."""
         self._forget()
@@ -158,6 +161,8 @@ class Leases:
     def _forget(self) -> None:
         """Be a new owner of nothing: at the start, and in a forked child, whose parent keeps what it holds."""
         self.owner = f"{self._label}-{os.urandom(6).hex()}"
+        self.accounts = Accounts(self._store, self._clock, self.owner, self._shared)
+        """The budgets that its runs share with others."""
         self._lock = threading.Lock()
         self._runs: dict[str, HeldRun] = {}
         self._claimed: dict[str, float] = {}
@@ -254,11 +259,13 @@ class Leases:
             return
         expires = self._clock.elapsed() + self._lease_seconds
         lease = self._store.claim(run.run_id, self.owner, self._lease_seconds)
+        deaths = lease.deaths
         if self._store.read(
             run.run_id, run.history.size, limit=1, payloads_up_to=0
         ):  # its last owner wrote on until just now
             run.history = self._read(run.run_id)
-        self._took(run, lease.token, expires)
+            deaths = 0
+        self._took(run, lease.token, expires, deaths)
         if (
             run.history.state is RunState.BLOCKED or run.history.waiting
         ):  # nothing may have to be written that would hear of a request
@@ -287,7 +294,9 @@ class Leases:
             run.is_touched = True
             run.is_settled = False
             run.history = self._read(run.run_id)
-            self._took(run, lease.token, self._claimed.pop(run.run_id, 0.0))
+            is_heard_of = run.history.token == lease.token  # an entry was written here since it was claimed
+            deaths = 0 if is_heard_of else lease.deaths
+            self._took(run, lease.token, self._claimed.pop(run.run_id, 0.0), deaths)
             run.is_worked = run.suspends = True
             run.is_draining = self._is_draining
             self.fetch_requests(run)
@@ -302,12 +311,13 @@ class Leases:
     def _read(self, run_id: str) -> History:
         return reading.read(self._store, run_id, self._rule)
 
-    def _took(self, run: HeldRun, token: int, expires: float) -> None:
+    def _took(self, run: HeldRun, token: int, expires: float, deaths: int = 0) -> None:
         positions = run.history.positions
         if token != run.token:
             run.taken_over()
         run.token = token
         run.expires = expires
+        run.deaths = deaths
         run.is_held = True
         run.in_flight = {position: positions[position] for position in run.in_flight if position in positions}
         run.requests = []

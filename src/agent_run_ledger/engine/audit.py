@@ -23,6 +23,7 @@ _COLUMNS: tuple[tuple[str, type, Any], ...] = (
 """Each column's type, and what is taken for it where the type is another; None: the column may be empty."""
 _NO_MOVE = {
     "created", "value", "missed", "redispatched_undeclared", "answered", "signal", "declined", "forked", "notice", "blocked",
+    "limited", "granted", "settled",
 }  # fmt: skip
 _EVENTS = {
     "intent": {Event.START_STEP},

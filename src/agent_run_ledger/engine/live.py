@@ -95,6 +95,8 @@ class LiveRun:
         """What those steps have reserved."""
         self.is_settling = False
         """Whether it records an outcome already, of which no program knows yet."""
+        self.deaths = 0
+        """How many of its owners died, or lost it, since its last entry was written."""
         self.replayed = 0
         self.turns: Turns | None = None
         """The order in which outcomes are handed out, where calls run side by side in an event loop."""
@@ -117,8 +119,11 @@ class LiveRun:
     @property
     def limits(self) -> Limits:
         """What the run may use: what was said when it was made from another one goes before."""
-        granted = self.history.granted
-        return self.given if granted is NO_LIMITS else granted.over(self.given)
+        granted, within = self.history.granted, self.history.within
+        limits = self.given if granted is NO_LIMITS else granted.over(self.given)
+        if not within:
+            return limits
+        return limits._replace(within=(*within, *(each for each in limits.within or () if each not in within)))
 
     @property
     def gives_notice(self) -> bool:
@@ -369,6 +374,7 @@ class LiveRun:
     def absorb(self, sealed: list[Sealed]) -> None:
         """The store has taken these entries."""
         history, made = self.history, self.made
+        self.deaths = 0
         for row, body in sealed:
             history.absorb(row, body)
             position = row.position
