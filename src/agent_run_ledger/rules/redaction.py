@@ -153,8 +153,8 @@ _PASSWORD = re.compile(
     r"""(?P<quoted>['"]postgres(?:ql)?://[^'":/?#@]*):[^'"]*@ | (?P<plain>://[^\s:/?#@]*):\S*@ | (?<=password=)[^&\s]+""",
     re.VERBOSE,
 )
-_WORD_WITH_ADDRESS = re.compile(r"""[^\s"'<>]*+""")
-_USER = re.compile(r"""[^:/?#@]*""")
+_ADDRESS = re.compile(r"""://[^\s"'<>]*+""")
+_USER = re.compile(r"://(?P<name>[^:/?#@]*)(?P<mark>[:@]?)")
 _PORT = re.compile(r"\d{1,5}(?:[/?#…,]|$)")
 _LONGEST_USER = 20
 """What is longer than that and stands in front of a host is a token rather than somebody's name."""
@@ -174,38 +174,30 @@ def _without_shapes(text: str) -> str:
     text = _SHAPES.sub(HIDDEN, text)
     for pattern in (_HEADER, _HOOK, _CURL, _QUERY):
         text = pattern.sub(rf"\g<kept>{HIDDEN}", text)
-    return text if "://" not in text else _without_users(text)
+    return _ADDRESS.sub(_without_user, text)
 
 
-def _without_users(text: str) -> str:
-    """The text with what stands between `://` and the host of each address taken out, but for a user's name.
+def _without_user(found: re.Match[str]) -> str:
+    """A word that begins at `://`, without what stands before the host in each of its addresses, but for a user's name.
 
-    Up to the last @ of a word: an @ in a password that nobody escaped hides more, not less. What looks like a port is one, so that an
+    Up to the last @ of the word: an @ in a password that nobody escaped hides more, not less. What looks like a port is one, so that an
     address in front of an e-mail address stays what it is.
     """
-    parts: list[str] = []
-    done = at = 0
-    while (at := text.find("://", at)) >= 0:
-        at += 3
-        end = _WORD_WITH_ADDRESS.match(text, at).end()  # type: ignore[union-attr] # it matches nothing, too
-        host = text.rfind("@", at, end)
-        is_cut = host < 0 and text[end - 1] == "…"
-        while host > at or is_cut:
-            after = _USER.match(text, at, end).end()  # type: ignore[union-attr] # as above
-            if text[after : after + 1] == ":" and after + 1 < end and not _PORT.match(text, after + 1, end):
-                begin = after + 1
-            elif text[after : after + 1] == "@" and after - at >= _LONGEST_USER:
-                begin = at
-            else:
-                at = text.find("://", at, end) + 3
-                if at == 2:
-                    break
-                continue
-            parts += (text[done:begin], HIDDEN)
-            done = end - 1 if is_cut else host
-            break
-        at = end
-    return "".join((*parts, text[done:]))
+    word = found.group()
+    end = word.rfind("@")
+    if end < 0:
+        if not word.endswith("…"):
+            return word
+        end = len(word) - 1
+    for user in _USER.finditer(word, 0, end + 1):
+        if user["mark"] == ":" and user.end() < end and not _PORT.match(word, user.end()):
+            begin = user.end()
+        elif user["mark"] == "@" and len(user["name"]) >= _LONGEST_USER:
+            begin = user.start("name")
+        else:
+            continue
+        return word[:begin] + HIDDEN + word[end:]
+    return word
 
 
 # --- names in texts ---------------------------------------------------------------------------------------------------
