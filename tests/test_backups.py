@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import sqlite3
 import stat
 from collections.abc import Callable
@@ -249,6 +250,35 @@ def test_an_old_owner_cannot_write_to_what_was_restored(db: Path, tmp_path: Path
             store.append("open", lease.token, 0, rows, synced=True)
         taken = store.claim("open", "new", 30.0)  # at once: nobody has it
         assert taken.token > lease.token
+
+
+@pytest.mark.parametrize("call", ["link", "replace", "fsync"])
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_whoever_dies_while_he_restores_leaves_the_old_ledger_or_the_new_one(
+    db: Path, tmp_path: Path, call: str, moment: str
+) -> None:
+    with AgentRunLedger(db) as ledger:
+        ledger.backup(tmp_path / "copy.db")
+        play(ledger, "lost")
+    script = f"""
+import os, signal
+real = os.{call}
+def die(*given):
+    if {moment!r} == "after":
+        real(*given)
+    os.kill(os.getpid(), signal.SIGKILL)
+import agent_run_ledger.stores.backups, agent_run_ledger.backups, agent_run_ledger.stores.sqlite
+os.{call} = die
+AgentRunLedger.restore(arguments[1], arguments[0], overwrite=True)
+tell("restored")
+"""
+    with child(script, db, tmp_path / "copy.db") as process:
+        assert process.process.wait(60) == -signal.SIGKILL
+    with AgentRunLedger(db) as ledger:
+        assert ledger.verify().ok
+        assert {run.run_id for run in ledger.runs()} in ({"done", "open", "lost"}, {"done", "open"})
+    assert AgentRunLedger.restore(tmp_path / "copy.db", db, overwrite=True).runs == 2
+    assert set(tokens(db)) == {"done", "open"}
 
 
 def test_two_restores_of_one_backup_give_no_token_twice(db: Path, tmp_path: Path) -> None:
