@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agent_run_ledger import model
+from agent_run_ledger.rules import redaction
 from agent_run_ledger.rules.redaction import HIDDEN, Private, Redactor, words_of
 
 OURS = Redactor()
@@ -184,6 +185,30 @@ def test_a_value_of_a_secret_name_is_in_no_copy_wherever_it_stands(
     shown = OURS.text(made) if isinstance(made, str) else json.dumps(OURS.data(made))
     assert "9é7" not in shown
     assert "9\\u00e97" not in shown
+
+
+@given(
+    st.text(alphabet="ab:=\"'\\\\ .{}[]/@?&-_01", max_size=20),
+    st.sampled_from([*SECRET_NAMES, "note", "customer number"]),
+    st.text(max_size=9),
+)
+def test_a_text_that_is_taken_for_harmless_at_a_glance_is(before: str, name: str, after: str) -> None:
+    text = f"{before}{name}{after}"
+    if not redaction._may_hold_one(text, PRIVATE.private):
+        assert redaction._without_named(redaction._without_shapes(text), PRIVATE.private) == text
+
+
+def test_every_secret_word_and_shape_is_seen_at_a_glance() -> None:
+    words = [
+        *redaction._ALWAYS,
+        *redaction._OF_TEXT,
+        "key",
+        "auth",
+        "pass",
+        "tokens",
+        *(mark for mark, _ in redaction._SHAPES if mark != "gh"),
+    ]
+    assert [word for word in words if not redaction._may_hold_one(word, Private())] == []
 
 
 @given(_JSON)

@@ -120,30 +120,28 @@ def _shape(start: str, rest: str, least: int) -> str:
     return rf"(?<![\w-]){start}(?:{rest}{{{least},}}|{rest}*(?=…))"
 
 
-_SHAPES = re.compile(
-    "|".join(
-        (
-            r"-----BEGIN [A-Z0-9 ]*PRIVATE KEY-----.*?(?:-----END [A-Z0-9 ]*PRIVATE KEY-----|\Z)",
-            _shape("sk-", r"[\w-]", 16),
-            _shape("(?:sk|rk|pk)_(?:live|test)_", r"\w", 10),
-            _shape("whsec_", r"[\w+/=]", 16),
-            _shape("gh[opusr]_", r"\w", 20),
-            _shape("github_pat_", r"\w", 20),
-            _shape("glpat-", r"[\w.-]", 16),
-            _shape("xox[abeprs]-", r"[\w-]", 10),
-            _shape("xapp-", r"[\w-]", 10),
-            _shape("(?:AKIA|ASIA)", r"[0-9A-Z]", 16),
-            _shape("AIza", r"[\w-]", 30),
-            _shape(r"ya29\.", r"[\w.-]", 20),
-            _shape("npm_", r"\w", 30),
-            _shape("hf_", r"\w", 24),
-            _shape("pypi-AgE", r"[\w-]", 30),
-            _shape(r"SG\.", r"[\w.-]", 30),
-            _shape(r"eyJ[\w-]{8,}\.eyJ", r"[\w.-]", 8),
-        )
-    ),
-    re.DOTALL,
+_SHAPES = (
+    ("PRIVATE KEY", r"-----BEGIN [A-Z0-9 ]*PRIVATE KEY-----.*?(?:-----END [A-Z0-9 ]*PRIVATE KEY-----|\Z)"),
+    ("sk-", _shape("sk-", r"[\w-]", 16)),
+    ("_live_", _shape("[srp]k_live_", r"\w", 10)),
+    ("_test_", _shape("[srp]k_test_", r"\w", 10)),
+    ("whsec_", _shape("whsec_", r"[\w+/=]", 16)),
+    ("gh", _shape("gh[opusr]_", r"\w", 20)),
+    ("github_pat_", _shape("github_pat_", r"\w", 20)),
+    ("glpat-", _shape("glpat-", r"[\w.-]", 16)),
+    ("xox", _shape("xox[abeprs]-", r"[\w-]", 10)),
+    ("xapp-", _shape("xapp-", r"[\w-]", 10)),
+    ("AKIA", _shape("AKIA", r"[0-9A-Z]", 16)),
+    ("ASIA", _shape("ASIA", r"[0-9A-Z]", 16)),
+    ("AIza", _shape("AIza", r"[\w-]", 30)),
+    ("ya29.", _shape(r"ya29\.", r"[\w.-]", 20)),
+    ("npm_", _shape("npm_", r"\w", 30)),
+    ("hf_", _shape("hf_", r"\w", 24)),
+    ("pypi-", _shape("pypi-AgE", r"[\w-]", 30)),
+    ("SG.", _shape(r"SG\.", r"[\w.-]", 30)),
+    ("eyJ", _shape(r"eyJ[\w-]{8,}\.eyJ", r"[\w.-]", 8)),
 )
+"""What a text has to hold for a shape to be looked for, and the shape."""
 _HEADER = re.compile(r"(?P<kept>\b(?:Bearer|Basic)\s+)(?=[^\s\"',;]*[\d=…])[^\s\"',;]{8,}", re.IGNORECASE)
 _HOOK = re.compile(r"(?P<kept>hooks\.slack\.com/services/)[\w/…]+")
 _CURL = re.compile(r"(?P<kept>(?<![\w-])(?:-u|--user)[ =]+[\"']?[^\s:\"']+:)[^\s\"']+")
@@ -171,7 +169,9 @@ def without_passwords(text: str) -> str:
 
 
 def _without_shapes(text: str) -> str:
-    text = _SHAPES.sub(HIDDEN, text)
+    for mark, shape in _SHAPES:
+        if mark in text:
+            text = re.sub(shape, HIDDEN, text, flags=re.DOTALL)
     for pattern in (_HEADER, _HOOK, _CURL, _QUERY):
         text = pattern.sub(rf"\g<kept>{HIDDEN}", text)
     return _ADDRESS.sub(_without_user, text)
@@ -294,6 +294,23 @@ def _end_of_brackets(text: str, begin: int) -> int:
     return len(text)
 
 
+# --- most texts hold nothing of that ----------------------------------------------------------------------------------
+
+_MARKS = (
+    *("password", "passwd", "passphrase", "passcode", "pwd", "secret", "credential", "authorization", "cookie"),
+    *("sessionid", "sessid", "csrf", "xsrf", "otp", "cvv", "cvc", "key", "token", "bearer", "jwt", "auth", "pass"),
+    *("private key", "sk-", "_live_", "_test_", "whsec_", "ghp_", "gho_", "ghu_", "ghs_", "ghr_", "github_pat_", "glpat-", "xox"),
+    *("xapp-", "akia", "asia", "aiza", "ya29.", "npm_", "hf_", "pypi-", "sg.", "eyj", "basic", "hooks.slack", "-u", "://"),
+    *("sig=", "signature=", "sas=", "hmac=", "code=", "x-amz-", "\\u00"),
+)  # fmt: skip
+"""In lower case: a text with none of these has no secret that we know. The last one is how JSON may spell any letter of the others."""
+
+
+def _may_hold_one(text: str, private: Private) -> bool:
+    lower = text.lower()
+    return any(mark in lower for mark in _MARKS) or any(name[0] in lower for name in private.names)
+
+
 # --- the copy that may be shown -----------------------------------------------------------------------------------------
 
 _NAMES = frozenset({"name", "key", "header", "field", "param", "parameter", "variable"})
@@ -333,6 +350,8 @@ class Redactor:
         if self.scan is not None:
             for begin, end in sorted(self.scan(text), reverse=True):
                 text = text[:begin] + HIDDEN + text[end:]
+        if not _may_hold_one(text, self.private):
+            return text
         if text[0] in '{["':
             text = self._json(text, depth)
         return _without_named(_without_shapes(text), self.private)
