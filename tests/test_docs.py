@@ -274,7 +274,7 @@ def test_there_is_something_to_run() -> None:
     languages = [block.language for page in PAGES for block in blocks(page)]
     assert languages.count("python") > 40
     assert languages.count("console") >= 8
-    assert set(languages) <= {"python", "console", "sh", "sql", "mermaid", "text"}
+    assert set(languages) <= {"python", "console", "sh", "sql", "mermaid", "text", "toml"}
 
 
 # --- the published programs -------------------------------------------------------------------------------------------
