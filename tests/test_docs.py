@@ -274,7 +274,7 @@ def test_there_is_something_to_run() -> None:
     languages = [block.language for page in PAGES for block in blocks(page)]
     assert languages.count("python") > 40
     assert languages.count("console") >= 8
-    assert set(languages) <= {"python", "console", "sh", "sql", "mermaid", "text"}
+    assert set(languages) <= {"python", "console", "sh", "sql", "mermaid", "text", "toml"}
 
 
 # --- the published programs -------------------------------------------------------------------------------------------
@@ -537,6 +537,7 @@ _FOREIGN = frozenset(
         "max_retries",
         "model_dump",
         "move_on_after",
+        "pg_dump",
         "previous",
         "run_in_executor",
         "sha",
@@ -809,6 +810,8 @@ def module_table() -> str:
                 "working.py",
                 "fleet",
                 "copying.py",
+                "backups.py",
+                "redacting.py",
                 "guard.py",
                 "preflight.py",
                 "supervisor.py",

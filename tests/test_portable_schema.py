@@ -31,6 +31,7 @@ SEVERAL_RUNS = {
     "queues._FIRST": "workers claim in batches",
     "queues._TAKE_THESE": "workers claim in batches",
     "queues._FIND_TAKEN": "workers claim in batches, and an answer was lost",
+    "epochs._FREE": "nobody has any run in a database that was restored",
     "queues._FREE_DEAD": "dead owners' runs are claimed",
 }
 """Statements that write to several runs, and why they may."""

@@ -58,7 +58,10 @@ class Registered:
                 where = (
                     name if misfit[0] in ".[" else f"{name}: "
                 )  # a path into the value, or nothing but what is wrong
-                raise InvalidArguments(f"{self.name!r}: argument {where}{misfit}; nothing was dispatched")
+                from agent_run_ledger.rules.redaction import Redactor  # only who has gone wrong needs it
+
+                said = Redactor().text(misfit)
+                raise InvalidArguments(f"{self.name!r}: argument {where}{said}; nothing was dispatched")
         return given
 
 

@@ -45,6 +45,7 @@ from agent_run_ledger.model import (
     Diagnosis,
     Finding,
     Inspection,
+    RestoredLedger,
     RetryPolicy,
     RunRecord,
     RunState,
@@ -659,6 +660,54 @@ class AgentRunLedger(Fleet, Ledger):
         from agent_run_ledger.stores import migrate
 
         return migrate(dsn, dry_run=dry_run, partitions=partitions, triggers=triggers, grant=grant)
+
+    def backup(
+        self, path: str | os.PathLike[str], *, overwrite: bool = False, told: Callable[[str], None] | None = None
+    ) -> VerificationReport:
+        """Copy this ledger to the file `path` while it is in use, and verify the copy, of which this returns the report.
+
+        The copy is the ledger as it is at one moment, in one file; nobody waits for it. It stands at `path` when it is whole and has
+        verified, or not at all. `told` hears how far it is. Raises `BackupRefused` where there is a file already and it is not to
+        `overwrite` it, where the copy does not verify, and for a ledger in memory or on a server, which has tools of its own.
+
+        >>> with AgentRunLedger("agent.db") as ledger:
+        ...     ledger.backup("backup.db").ok
+        True
+        """
+        from agent_run_ledger.backups import back_up
+
+        return back_up(self._store, os.fspath(path), overwrite=overwrite, told=told)
+
+    @staticmethod
+    def restore(
+        backup: str | os.PathLike[str],
+        path: str | os.PathLike[str],
+        *,
+        overwrite: bool = False,
+        told: Callable[[str], None] | None = None,
+    ) -> RestoredLedger:
+        """Put a copy of a backup in the place of the ledger at `path`, and begin a new epoch there.
+
+        Nobody has a run in it, and no process that used the ledger before can write to it: fencing tokens are above all that were ever
+        handed out. What stands at `path` is kept under another name, and replaced only if it is to `overwrite` it. Raises
+        `BackupRefused`, and `StoreBusy` while anybody uses the ledger at `path`; nothing was changed then.
+
+        >>> AgentRunLedger.restore("backup.db", "restored.db").runs
+        1
+        """
+        from agent_run_ledger.backups import restore
+
+        return restore(os.fspath(backup), os.fspath(path), overwrite=overwrite, told=told)
+
+    @staticmethod
+    def new_epoch(place: str | os.PathLike[str]) -> int:
+        """Begin a new epoch, and return it: for a database that was restored by other tools, by the role that owns its tables.
+
+        Nobody has a run there then, and fencing tokens that were handed out before are refused. Raises a `StoreError`.
+        """
+        from agent_run_ledger.stores import new_epoch
+
+        return new_epoch(os.fspath(place), int(SystemClock().now()))
 
     @staticmethod
     def diagnose(path: str | os.PathLike[str]) -> Diagnosis | ServerDiagnosis:
