@@ -169,6 +169,9 @@ COMMANDS: dict[str, list[list[str]] | str] = {
     "dead-letters": [["dead-letters"], ["dead-letters", "--trace"]],
     "approvals": [["approvals"], ["approvals", "asking"]],
     "verify": [["verify"], ["verify", "done"]],
+    "head": [["head", "done"], ["keygen", "secret", "--out", "key"], ["head", "--sign", "key", "--log", "heads.log"]],
+    "prove": [["prove", "done", "1"], ["prove", "done", "--since", "1"]],
+    "keygen": [["keygen", "ann", "--out", "key"]],
     "doctor": [["doctor"]],
     "resolve": [
         ["resolve", "in-doubt", "1", "--output", JSON, "--reason", TEXT],
