@@ -26,7 +26,7 @@ from agent_run_ledger import (
 from agent_run_ledger.drivers import reading
 from agent_run_ledger.rules.budget import NOTHING, Amount
 from support.ledgers import Bench, Died, Tool
-from support.programs import RUN, Way
+from support.programs import RUN, Way, calling
 
 PRICES = PriceBook({"m": Price(input="2", output="10")})
 
@@ -371,3 +371,51 @@ def test_a_price_is_found_by_the_model_that_a_request_names_where_its_answer_nam
 
     way.run(ledger, agent, name="agent")
     assert spent(ledger) == (150, Decimal("0.0007"))
+
+
+# --- what is somebody else's ------------------------------------------------------------------------------------------
+
+
+class Failing:
+    """A list of prices that says this, or raises it."""
+
+    def __init__(self, says: Any) -> None:
+        self._says = says
+
+    def cost(self, usage: Usage, model: str) -> Any:
+        if isinstance(self._says, Exception):
+            raise self._says
+        return self._says
+
+
+@pytest.mark.parametrize("says", [RuntimeError("down"), Decimal("NaN"), Decimal(-1), Decimal(10) ** 40, "x", object()])
+def test_a_price_list_that_fails_loses_no_answer_and_gives_no_room_back(
+    bench: Bench, way: Way, says: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = Tool(answer())
+    ledger = bench.open(prices=Failing(says), budget=Budget(usd=1))
+    ask = way.tool(ledger, model, name="ask", kind="model", max_usd="0.25")
+    way.run(ledger, calling(ask), name="agent")
+    assert model.calls == 1
+    assert spent(ledger) == (150, Decimal("0.25"))
+    assert ledger.cost(RUN).spent.unpriced == 1
+    assert "the price of 'm' is not known" in caplog.text
+
+
+def test_usage_is_recorded_while_the_step_is_at_work(bench: Bench) -> None:
+    ledger = bench.open()
+    kept: list[Any] = []
+    with ledger.open_run("goal", RUN) as run:
+        run.step("tool", {}, lambda: kept.append(current_step()))
+        with pytest.raises(InvalidArguments, match="step 1 had ended"):
+            kept[0].record_usage(usd=1)
+
+
+def test_a_tool_that_is_no_model_and_declares_dollars_alone_uses_no_tokens(bench: Bench, way: Way) -> None:
+    ledger = bench.open(budget=Budget(tokens=1000, usd=1))
+
+    def pay() -> None:
+        current_step().record_usage(usd="0.01")
+
+    way.run(ledger, calling(way.tool(ledger, pay, max_usd="0.05")), name="agent")
+    assert spent(ledger) == (0, Decimal("0.01"))

@@ -352,7 +352,7 @@ def test_doctor_looks_at_server_ledger_fleet_and_runs(shell: Shell, server: str)
     assert found["commits"][0] == "problem"  # servers of tests do not sync
     assert found["commits"][1].startswith("fsync is off")
     assert found["clock"][0] == "ok"
-    assert found["schema"] == ("ok", "version 1, the newest that this version knows")
+    assert found["schema"] == ("ok", "version 2, the newest that this version knows")
     assert "superuser" in found["log"][1]
     assert not found["size"][1].startswith("0 bytes")
     assert found["workers"] == ("ok", "0 alive, with 0 runs")

@@ -90,7 +90,7 @@ def test_each_model_and_each_tool_has_what_its_calls_used(bench: Bench, way: Way
     )
     assert (buckets, cost.spent.told_tokens) == ((170, 40, 0, 110), 320)
     assert (cost.spent.calls, cost.spent.usd) == (3, Decimal("0.0035"))
-    assert (cost.status, cost.reserved_tokens, cost.saved_tokens, cost.limits) == ("COMPLETED", 0, 0, None)
+    assert (cost.status, cost.reserved_tokens, cost.saved_tokens, cost.limits) == ("COMPLETED", 0, 0, Budget(steps=50))
 
 
 def test_one_call_that_uses_several_models_is_one_call_of_its_tool(bench: Bench, way: Way) -> None:

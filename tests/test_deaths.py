@@ -120,6 +120,22 @@ def test_whatever_is_written_starts_the_count_anew(lives: Lives) -> None:
     assert lives.look.seen == [0, 1, 2, 3]
 
 
+def test_a_step_in_doubt_is_settled_before_anything_is_given_up(lives: Lives) -> None:
+    """What is written for that is a word of the run, however many died before it."""
+    bench, way = lives.bench, lives.way
+
+    def start(ledger: AgentRunLedger, work: Callable[[], Any]) -> Any:
+        tool = way.tool(ledger, work, name="work", effect=Effect.IDEMPOTENT)
+        return way.start(ledger, way.agent(ledger, calling(lambda: tool()), name="agent"))
+
+    ledger, die = mortal(bench)
+    lives.dead.append(ledger)
+    with dies(bench):
+        start(ledger, die)
+    lives.lose(MOST_DEATHS)
+    assert start(bench.open(), lambda: "done") == "done"
+
+
 def test_who_gives_the_run_back_has_not_died_however_often_that_is(lives: Lives) -> None:
     """An exception for which it stands already writes nothing, and a program that is another than the recorded one neither."""
     bench, way = lives.bench, lives.way

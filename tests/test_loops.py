@@ -235,10 +235,27 @@ def test_an_embedder_says_how_alike_inputs_are() -> None:
     assert asked[0] == '{"q":"basin tide"}'
 
 
-def test_an_embedder_whose_vectors_differ_in_length_is_an_error() -> None:
-    policy = LoopDetectorPolicy(embedder=lambda text: [1.0] * len(text))
-    with pytest.raises(ValueError, match="vectors of"):
-        verdicts([Step("ask", {"q": word}, "the same") for word in ("a", "ab", "abc")], policy)
+@pytest.mark.parametrize(
+    "embedder",
+    [lambda text: [1.0] * len(text), lambda text: None, lambda text: text, lambda text: 1 / 0],
+    ids=["other lengths", "nothing", "a text", "raises"],
+)
+def test_where_an_embedder_fails_words_are_counted_and_that_is_said(
+    embedder: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    steps = [
+        Step("ask", {"q": f"when does the ferry to {word} leave"}, "at noon")
+        for word in ("a", "bc", "def", "ghij", "klmno", "p")
+    ]
+    assert tripped(steps, LoopDetectorPolicy(embedder=embedder, threshold=0.5)) == tripped(
+        steps, LoopDetectorPolicy(threshold=0.5)
+    )
+    assert "words are counted instead" in caplog.text
+
+
+def test_an_embedder_is_a_function() -> None:
+    with pytest.raises(ValueError, match="embedder is a function"):
+        LoopDetectorPolicy(embedder=5)  # type: ignore[arg-type]
 
 
 # --- what goes on with a loop -----------------------------------------------------------------------------------------

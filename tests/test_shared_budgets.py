@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import threading
 from decimal import Decimal
@@ -19,12 +21,13 @@ from agent_run_ledger import (
     Run,
     RunClosed,
     SharedBudget,
+    Step,
     StepFailed,
     current_step,
+    shared_budget,
 )
-from agent_run_ledger.drivers.sync import SyncDriver
 from agent_run_ledger.engine.effects import Draw
-from support.ledgers import Bench, Died, Tool
+from support.ledgers import Bench, Died, Tool, raw
 from support.programs import LONG, Way
 from support.shell import Shell
 
@@ -49,10 +52,10 @@ def asking(ask: Any, times: int) -> Any:
     return agent
 
 
-def state(ledger: AgentRunLedger, name: str | None = "team") -> tuple[Decimal, Decimal]:
+def state(ledger: AgentRunLedger, name: str | None = "team", of: str = "usd") -> tuple[Any, Any]:
     """What is spent, and what is reserved, of the one budget of this name."""
     (found,) = [each for each in ledger.budgets() if each.name == name]
-    return found.spent_usd, found.reserved_usd
+    return getattr(found, f"spent_{of}"), getattr(found, f"reserved_{of}")
 
 
 # --- by name ----------------------------------------------------------------------------------------------------------
@@ -263,7 +266,7 @@ def test_a_crash_between_grant_and_intent_is_granted_once(
     )
     with pytest.raises(Died):
         way.start(ledger, agent)
-    assert state(ledger) == (0, Decimal("0.3"))
+    assert state(ledger) == (0, 0)  # nobody can dispatch it any more
     bench.owners_die()
     again = bench.open()
     seen: list[tuple[Decimal, Decimal]] = []
@@ -308,35 +311,39 @@ def test_nor_does_a_run_wait_for_what_its_own_dead_process_reserved(bench: Bench
     assert model.calls == 1
 
 
-def test_what_was_granted_and_never_begun_is_free_once_the_run_has_ended(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_was_granted_to_a_call_that_was_given_up_is_free(bench: Bench) -> None:
+    bench.on_real_time()
     ledger = bench.open()
-    perform = SyncDriver.perform
-
-    def dies(self: SyncDriver, effect: Any) -> Any:
-        answer = perform(self, effect)
-        if isinstance(effect, Draw):
-            raise Died
-        return answer
-
+    granted = ledger._leases.accounts.draw
     pool = ledger.budget("team", usd="1")
 
-    @ledger.tool(kind="model", max_usd="0.3")
-    def ask() -> None:
-        pass
+    @ledger.tool(kind="model", max_usd="0.9")
+    async def ask(number: int) -> int:
+        current_step().record_usage(usd="0.1")
+        return number
+
+    async def body() -> None:
+        for number in range(3):
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(ask(number), 0.01)
+
+    slow = threading.Event()
+
+    def waits(effect: Draw) -> Any:
+        answer = granted(effect)
+        slow.wait(0.05)
+        return answer
 
     @ledger.agent(budget=pool)
-    def agent() -> None:
-        ask()
+    async def agent(run: Run) -> int:
+        ledger._leases.accounts.draw = waits  # type: ignore[method-assign]
+        await body()
+        ledger._leases.accounts.draw = granted  # type: ignore[method-assign]
+        return int(await ask(9))
 
-    monkeypatch.setattr(SyncDriver, "perform", dies)
-    with pytest.raises(Died):
-        ledger.run(agent, run_id="one")
-    monkeypatch.undo()
-    assert state(ledger) == (0, Decimal("0.3"))
-    ledger.cancel("one")
-    assert state(ledger) == (0, 0)
+    assert asyncio.run(ledger.arun(agent, run_id="one")) == 9
+    assert state(ledger) == (Decimal("0.1"), 0)
+    assert ledger.verify().ok
 
 
 def test_a_run_that_ends_in_doubt_has_spent_what_it_reserved(bench: Bench, way: Way) -> None:
@@ -355,6 +362,105 @@ def test_a_run_that_ends_in_doubt_has_spent_what_it_reserved(bench: Bench, way: 
     cost = other.cost("run")
     assert (cost.spent.usd, cost.reserved_usd) == (Decimal("0.3"), 0)
     assert other.verify().findings == []
+
+
+# --- several accounts -------------------------------------------------------------------------------------------------
+
+
+def test_a_call_that_draws_while_its_run_begins_a_child_asks_that_account_too(bench: Bench) -> None:
+    ledger = bench.on_real_time().open()
+    draw, drawn, ended = ledger._leases.accounts.draw, threading.Event(), threading.Event()
+
+    def waits(effect: Draw) -> Any:
+        answer = draw(effect)
+        if effect.call.tool == "slow":
+            drawn.set()
+            assert ended.wait(LONG)
+        return answer
+
+    ledger._leases.accounts.draw = waits  # type: ignore[method-assign]
+
+    @ledger.tool(kind="model", max_tokens=60)
+    def slow() -> None:
+        pass
+
+    @ledger.tool(kind="model", max_tokens=60)
+    def ask() -> None:
+        pass
+
+    @ledger.agent()
+    def child() -> None:
+        try:
+            ask()
+        finally:
+            ended.set()
+
+    def begins() -> None:
+        assert drawn.wait(LONG)
+        child()
+
+    @ledger.agent(budget=Budget(tokens=100, within=ledger.budget("team", tokens=1000)))
+    def parent(run: Run) -> None:
+        run.gather(slow, begins)
+
+    with pytest.raises(BudgetExceededException, match="of 100 tokens 40 tokens are left"):
+        ledger.run(parent, run_id="run")
+    assert state(ledger, None, "tokens") == (60, 0)
+
+
+def test_runs_that_share_the_same_budgets_in_another_order_do_not_wait_for_each_other(bench: Bench) -> None:
+    ledger = bench.on_real_time().open()
+    pools = [ledger.budget(name, tokens=100) for name in ("a", "b")]
+
+    @ledger.tool(kind="model", max_tokens=60)
+    def ask(number: int) -> None:
+        current_step().record_usage({"prompt_tokens": 1, "completion_tokens": 0})
+
+    children = []
+    for at in (0, 1):
+
+        @ledger.agent(name=f"child {at}", budget=pools[1 - at])
+        def child(number: int) -> None:
+            for each in range(5):
+                ask(10 * number + each)
+
+        children.append(child)
+    parents = []
+    for at in (0, 1):
+
+        @ledger.agent(name=f"parent {at}", budget=pools[at])
+        def parent(at: int) -> None:
+            children[at](at)
+
+        parents.append(parent)
+    threads = [threading.Thread(target=ledger.run, args=(parents[at % 2], at % 2)) for at in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LONG)
+        assert not thread.is_alive()
+    assert {run.status for run in ledger.runs()} == {"COMPLETED"}
+    assert state(ledger, "a", "tokens") == state(ledger, "b", "tokens") == (30, 0)
+
+
+def test_the_limits_that_another_program_declared_later_hold_for_the_first_one_too(bench: Bench, way: Way) -> None:
+    first, second = bench.open(), bench.open()
+    ask = metered(first, way, "0.10", "0.10")
+    agent = way.agent(first, asking(ask, 1), name="a", budget=first.budget("team", usd_per_day="1.00"))
+    way.start(first, agent, run_id="one")
+    other = way.agent(
+        second,
+        asking(metered(second, way, "0.10", "0.10"), 1),
+        name="a",
+        budget=second.budget("team", usd_per_day="0.25"),
+    )
+    way.start(second, other, run_id="two")
+    with pytest.raises(BudgetExceededException, match=r"of 0\.25 USD 0\.05 USD are left"):
+        way.start(first, agent, run_id="three")
+    bench.clock.advance(DAY)  # and the next day begins with it
+    way.start(first, agent, run_id="four")
+    today = first.budgets()[-1]
+    assert (today.usd, bench.kinds(today.account)) == (Decimal("0.25"), ["created", "granted"])
 
 
 # --- parents and children ---------------------------------------------------------------------------------------------
@@ -430,6 +536,26 @@ def test_children_share_what_their_parent_shares(bench: Bench, way: Way) -> None
     with pytest.raises(StepFailed, match="budget 'team'"):
         way.start(ledger, parent)
     assert state(ledger) == (Decimal("0.20"), 0)
+
+
+def test_what_the_children_of_a_redriven_run_had_spent_counts(bench: Bench, way: Way) -> None:
+    ledger = bench.open()
+    ask = metered(ledger, way, "0.10", "0.10")
+    child = way.agent(ledger, asking(ask, 3), name="child")
+
+    def body() -> Any:
+        yield child()
+        yield ask()
+        yield ask()
+
+    parent = way.agent(ledger, body, name="parent", budget=Budget(usd="0.40"))
+    with pytest.raises(BudgetExceededException):
+        way.start(ledger, parent)
+    again = ledger.redrive("run", budget=Budget(usd="0.45"))
+    with pytest.raises(BudgetExceededException, match=r"of 0\.45 USD 0\.05 USD are left"):
+        way.start(ledger, parent, run_id=again)
+    way.start(ledger, parent, run_id=ledger.redrive("run", budget=Budget(usd="0.50")))
+    assert [each.spent_usd for each in ledger.budgets()] == [Decimal("0.40"), Decimal("0.40"), Decimal("0.50")]
 
 
 def test_a_redriven_run_shares_what_the_old_one_shared(bench: Bench, way: Way) -> None:
@@ -529,9 +655,50 @@ def test_the_command_line_lists_them(
     status, text, _ = shell("--db", str(path), "budgets")
     lines = [line.split() for line in text.splitlines()]
     assert status == 0
-    assert [line[0] for line in lines] == ["BUDGET", "team", "team", "run"]
+    assert [line[0] for line in lines] == ["BUDGET", "team", "run", "team"]
     status, text, _ = shell("--db", str(path), "budgets", "--json")
     found = json.loads(text)
     assert [(each["name"], each["usd"], each["spent_usd"]) for each in found] == [
-        ("team", None, "0.1"), ("team", "1.5", "0.1"), (None, "0.5", "0.1"),
+        ("team", None, "0.1"), (None, "0.5", "0.1"), ("team", "1.5", "0.1"),
     ]  # fmt: skip
+
+
+def test_an_account_that_cannot_be_read_hides_no_other(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shell, path = Shell(capsys, monkeypatch), tmp_path / "agent.db"
+    way = Way(False)
+    with AgentRunLedger(path, durability="process") as ledger:
+        for name in ("broken", "whole"):
+            ask = metered(ledger, way, "0.1", "0.1", name=name)
+            way.start(
+                ledger,
+                way.agent(ledger, asking(ask, 1), name=f"agent {name}", budget=ledger.budget(name, usd=1)),
+                run_id=name,
+            )
+    with raw(path, without_triggers=True) as connection:
+        connection.execute("UPDATE entries SET body = 'x' WHERE run_id = '@account/budget/broken' AND seq = 2")
+    status, text, _ = shell("--db", str(path), "budgets")
+    assert status == 1
+    assert "PROBLEM" in text
+    assert "whole" in text
+
+
+def test_a_whole_ledger_is_within_a_budget_that_it_is_opened_with(bench: Bench, way: Way) -> None:
+    ledger = bench.open(budget=shared_budget("team", usd="0.25"))
+    ask = metered(ledger, way, "0.10", "0.10")
+    with pytest.raises(BudgetExceededException, match="budget 'team'"):
+        way.run(ledger, asking(ask, 3), name="agent")
+    assert state(ledger) == (Decimal("0.20"), 0)
+
+
+def test_so_is_a_pipeline(bench: Bench) -> None:
+    def ask() -> None:
+        current_step().record_usage(usd="0.1")
+
+    steps = [Step(name, ask, kind="model", max_usd="0.1") for name in ("one", "two", "three")]
+    pipeline = bench.pipeline("pipe", *steps, budget=shared_budget("team", usd="0.25"))
+    with pytest.raises(BudgetExceededException, match="budget 'team'"):
+        pipeline.execute()
+    (account,) = pipeline.budgets()
+    assert account.spent_usd == Decimal("0.2")

@@ -103,6 +103,7 @@ if TYPE_CHECKING:
     from agent_run_ledger.prices import PriceBook as PriceBook
     from agent_run_ledger.prices import Prices as Prices
     from agent_run_ledger.redacting import redacted as redacted
+    from agent_run_ledger.rules.budget import shared_budget as shared_budget
     from agent_run_ledger.rules.canonical import register_type as register_type
     from agent_run_ledger.rules.loops import LoopDetectorPolicy as LoopDetectorPolicy
     from agent_run_ledger.rules.names import sanitize_identifier as sanitize_identifier
@@ -207,6 +208,7 @@ else:
         "RunLedger": "pipeline",
         "Step": "pipeline",
         "redacted": "redacting",
+        "shared_budget": "rules.budget",
         "register_type": "rules.canonical",
         "LoopDetectorPolicy": "rules.loops",
         "sanitize_identifier": "rules.names",
@@ -337,4 +339,5 @@ __all__ = [
     "redacted",
     "register_type",
     "sanitize_identifier",
+    "shared_budget",
 ]

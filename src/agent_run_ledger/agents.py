@@ -19,7 +19,7 @@ from agent_run_ledger.model import Budget, Effect, RetryPolicy, RunState
 from agent_run_ledger.rules import canonical, checks, functions
 from agent_run_ledger.rules.budget import Limits
 from agent_run_ledger.rules.functions import Signature
-from agent_run_ledger.rules.names import check_name
+from agent_run_ledger.rules.names import check_name, child_of
 from agent_run_ledger.run import Place, Run, park, with_key
 from agent_run_ledger.settle import asettle, settle
 
@@ -153,7 +153,7 @@ class Agent(Registered):
         """The first entry of its run. `within` is the run that begins it: its calls draw on the same accounts."""
         limits = self.limits.over(ledger._limits)
         if within is not None and (shared := sharing.accounts(within)):
-            limits = limits._replace(within=(*shared, *(each for each in limits.within or () if each not in shared)))
+            limits = limits._replace(within=tuple(sorted({*shared, *(limits.within or ())})))
         return runs.created(
             self.name, given, pipeline=False, limit=ledger._payload_limit, limits=limits,
             declared=functions.together(self.hints.values()), agent=self.name, parent=parent, queue=queue, priority=priority, key=key,
@@ -365,11 +365,6 @@ def as_tool(function: F, tool: Tool) -> F:
         return tool(args, kwargs)
 
     return cast(F, _awaited(wrapper, tool))
-
-
-def child_of(key: str) -> str:
-    """The id of the run that an agent's call inside another agent is: `key` is that of the step there."""
-    return f"run_{key[:20]}"
 
 
 def as_agent(function: F, agent: Agent, ledger: Ledger) -> F:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from itertools import chain, zip_longest
 from typing import TYPE_CHECKING
 
-from agent_run_ledger.agents import child_of
 from agent_run_ledger.contract import Head, Row, Store
 from agent_run_ledger.drivers import reading
 from agent_run_ledger.drivers.leases import HeldRun
@@ -16,6 +15,7 @@ from agent_run_ledger.engine import audit, waits
 from agent_run_ledger.engine.history import parse
 from agent_run_ledger.errors import CopyRefused, RunMoved, RunNotFound, RunOwned, StoreError, StoreUnavailable
 from agent_run_ledger.model import CopiedRun, RunState
+from agent_run_ledger.rules.names import child_of
 
 if TYPE_CHECKING:
     from agent_run_ledger.engine.history import History

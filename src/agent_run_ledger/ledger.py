@@ -51,13 +51,12 @@ from agent_run_ledger.model import (
     RunState,
     ServerDiagnosis,
     SharedBudget,
-    SharedLimits,
     StepRecord,
     VerificationReport,
 )
 from agent_run_ledger.operator import Operator
 from agent_run_ledger.rules import canonical, digests
-from agent_run_ledger.rules.budget import Limits, shared
+from agent_run_ledger.rules.budget import Limits, shared, shared_budget
 from agent_run_ledger.rules.loops import LoopDetectorPolicy
 from agent_run_ledger.rules.names import check_name, check_run_id, is_account
 from agent_run_ledger.run import OpenRun, branch_of, finish, function_call, perform
@@ -89,8 +88,6 @@ class _Unsaid(int):
 _LOOP_THRESHOLD = _Unsaid(LoopDetectorPolicy().max_repetitions)
 
 PAYLOAD_LIMIT = 16 * 1024 * 1024
-
-_LONGEST_BUDGET_NAME = 200
 
 OUTAGE_SECONDS = 60.0
 """How long a store that cannot be reached is waited for, where nobody says."""
@@ -167,6 +164,8 @@ class Ledger(Operator):
             raise ValueError("heartbeat_seconds must be less than lease_seconds")
         if type(payload_limit) is not int or payload_limit < 1:
             raise ValueError(f"payload_limit is a whole number of bytes, at least 1, not {payload_limit!r}")
+        if prices is not None and not callable(getattr(prices, "cost", None)):
+            raise TypeError(f"prices is a PriceBook, or has a cost(usage, model), not {prices!r}")
         if not isinstance(policy, LoopDetectorPolicy):
             raise TypeError(f"policy is a LoopDetectorPolicy, not {policy!r}")
         if not isinstance(db_path, str | os.PathLike) and not hasattr(db_path, "append"):
@@ -427,6 +426,36 @@ class Ledger(Operator):
             raise RunNotFound(run_id)
         read, fetch = partial(reading.pages, store, run_id), partial(store.payload, run_id)
         return damage.readable(run_id, store.secret(run_id), read, fetch)
+
+    # --- budgets that runs share --------------------------------------------------------------------------------------
+
+    def budget(
+        self,
+        name: str,
+        *,
+        tokens: int | None = None,
+        usd: Decimal | int | str | float | None = None,
+        tokens_per_day: int | None = None,
+        usd_per_day: Decimal | int | str | float | None = None,
+    ) -> Budget:
+        """`shared_budget`, which is known to this ledger from now on: also to runs that have it by their own log alone, as children do."""
+        pool = shared_budget(name, tokens=tokens, usd=usd, tokens_per_day=tokens_per_day, usd_per_day=usd_per_day)
+        self._shared.update(shared(pool))
+        return pool
+
+    def budgets(self) -> list[SharedBudget]:
+        """The budgets that runs share, oldest first, and how much of each is used by now: also those of runs that have begun others.
+
+        One that cannot be read, or one of whose runs cannot be, has its `trouble`.
+        """
+        found = []
+        for summary in self._store.summaries():
+            if is_account(account := summary.head.run_id):
+                try:
+                    found.append(self._leases.accounts.look(account))
+                except StoreCorrupt as error:
+                    found.append(sharing.unread(account, str(error)))
+        return found
 
     # --- acting -------------------------------------------------------------------------------------------------------
 
@@ -817,48 +846,6 @@ class AgentRunLedger(Fleet, Ledger):
     def open_run(self, goal: str, run_id: str | None = None, *, wait: float | None = None) -> OpenRun:
         """A run as a context manager: it is finished on a clean exit, parked on an exception, and its lease is kept meanwhile."""
         return OpenRun(self, lambda patience: self._start(run_id, self._created(goal), patience), wait)
-
-    # --- budgets that runs share --------------------------------------------------------------------------------------
-
-    def budget(
-        self,
-        name: str,
-        *,
-        tokens: int | None = None,
-        usd: Decimal | int | str | float | None = None,
-        tokens_per_day: int | None = None,
-        usd_per_day: Decimal | int | str | float | None = None,
-    ) -> Budget:
-        """Declare a budget that runs share, by name, and return it: to be passed as `budget=`, or within one, `Budget(usd=2, within=pool)`.
-
-        All runs of all programs that have it, and those that these begin, use no more than this together: in all, or on each day (in
-        UTC). Every program that drives such runs declares it; the limits that were declared last hold. Nothing is written here. Raises
-        `ValueError` and `InvalidName`.
-        """
-        if "/" in check_name("the budget's name", name):
-            raise InvalidName(f"the budget's name {name!r} holds a slash, which stands between name and day")
-        if (size := len(name.encode())) > _LONGEST_BUDGET_NAME:
-            raise InvalidName(f"the budget's name takes {size} bytes, at most {_LONGEST_BUDGET_NAME} are allowed")
-        terms = {
-            sharing.for_good(name): Budget(tokens=tokens, usd=usd),
-            sharing.daily(name): Budget(tokens=tokens_per_day, usd=usd_per_day),
-        }
-        within = [
-            SharedLimits(account, *Limits.of(each).of_calls) for account, each in terms.items() if each != Budget()
-        ]
-        if not within:
-            raise ValueError(f"budget {name!r}: give tokens=, usd=, tokens_per_day= or usd_per_day=")
-        pool = Budget(within=tuple(within))
-        self._shared.update(shared(pool))
-        return pool
-
-    def budgets(self) -> list[SharedBudget]:
-        """The budgets that runs share, oldest first, and how much of each is used by now: also those of runs that have begun others.
-
-        Raises `StoreCorrupt`.
-        """
-        ids = [summary.head.run_id for summary in self._store.summaries()]
-        return [self._leases.accounts.look(each) for each in ids if is_account(each)]
 
     # --- registered tools and agents ----------------------------------------------------------------------------------
 

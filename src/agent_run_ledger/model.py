@@ -107,6 +107,10 @@ class RetryPolicy:
             raise ValueError(f"RetryPolicy.jitter is 'full' or 'decorrelated', not {self.jitter!r}")
 
 
+ACCOUNTS = "@account/"
+"""With what the ids of those runs begin in which shared budgets are kept, and those of no others."""
+
+
 @dataclass(frozen=True, slots=True)
 class SharedLimits:
     """What runs that share a budget may use together, as `ledger.budget(name, ...)` declares it; ``account`` is how logs name it.
@@ -117,6 +121,12 @@ class SharedLimits:
     account: str
     tokens: int | None = None
     usd: Decimal | None = None
+
+    def __post_init__(self) -> None:
+        if type(self.account) is not str or not self.account.startswith(ACCOUNTS):
+            raise ValueError(
+                f"SharedLimits.account is what ledger.budget(name, ...) makes of a name, not {self.account!r}"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +187,8 @@ class SharedBudget:
     reserved_tokens: int
     reserved_usd: Decimal
     """What was granted to calls of which it is not known yet what they have used."""
+    trouble: str | None = None
+    """Why it cannot be read. Then nothing of it is known, and no call is granted anything."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +214,9 @@ def dollars(given: Decimal | int | str | float, what: str) -> Decimal:
         amount = Decimal(repr(given) if type(given) is float else given)
     except (ArithmeticError, ValueError, TypeError):
         amount = Decimal(0)
-    if type(given) is bool or not amount.is_finite() or not 0 < amount < 10**15 or amount.as_tuple().exponent < -30:  # type: ignore[operator]
+    exponent = amount.as_tuple().exponent
+    is_odd = type(given) is bool or (type(given) is str and "_" in given)
+    if is_odd or not isinstance(exponent, int) or not 0 < amount < 10**15 or exponent < -30:
         raise ValueError(f"{what} is an amount of US dollars above 0, not {given!r}")
     return amount
 

@@ -9,7 +9,6 @@ from functools import partial
 from reprlib import repr as shown
 from typing import TYPE_CHECKING, Any
 
-from agent_run_ledger.agents import child_of
 from agent_run_ledger.drivers import reading
 from agent_run_ledger.engine import forking, recovery, requests, runs, tracing
 from agent_run_ledger.engine.recovery import Declaration
@@ -26,7 +25,7 @@ from agent_run_ledger.model import (
 )
 from agent_run_ledger.rules import canonical
 from agent_run_ledger.rules.budget import Limits, shared
-from agent_run_ledger.rules.names import check_name, check_run_id
+from agent_run_ledger.rules.names import check_name, check_run_id, child_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -99,7 +99,17 @@ def cost_of(usage: Usage, model: str | None, prices: Prices | None) -> Decimal |
     """What a usage costs: the dollars that the provider said, else by the prices, else None, which is not 0."""
     if usage.usd is not None:
         return usage.usd
-    if model is None or prices is None:
+    return None if model is None or prices is None else listed(usage, model, prices)
+
+
+def listed(usage: Usage, model: str, prices: Prices) -> Decimal | None:
+    """What a list of prices says. One that fails, or says what is no price, does not know: what a call has answered is worth more."""
+    try:
+        cost = prices.cost(usage, model)
+        return None if cost is None else money.exact_usd(cost)
+    except Exception as error:
+        import logging  # not free to import, and seldom needed
+
+        said = f"{type(error).__name__}: {error}"
+        logging.getLogger("agent_run_ledger").error("the price of %r is not known, for its list fails: %s", model, said)
         return None
-    cost = prices.cost(usage, model)
-    return None if cost is None else money.exact_usd(cost)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from agent_run_ledger.agents import Agent, Start, abegin, child_of, run_to_its_end
+from agent_run_ledger.agents import Agent, Start, abegin, run_to_its_end
 from agent_run_ledger.drivers import reading
 from agent_run_ledger.drivers.context import refuse_in_an_event_loop
 from agent_run_ledger.drivers.sync import Suspended
@@ -15,6 +15,7 @@ from agent_run_ledger.engine.waits import has_come
 from agent_run_ledger.errors import RunOwned, StoreCorrupt, StoreError
 from agent_run_ledger.model import RunState
 from agent_run_ledger.rules import canonical
+from agent_run_ledger.rules.names import child_of
 
 if TYPE_CHECKING:
     from agent_run_ledger.contract import Summary

@@ -46,15 +46,19 @@ def cost(given: argparse.Namespace) -> int:
 def budgets(given: argparse.Namespace) -> int:
     with opened_to_look(given) as ledger:
         found = ledger.budgets()
+    status = PROBLEM if any(each.trouble for each in found) else OK
     if given.json:
         print(as_json([asdict(each) | {name: _text(getattr(each, name)) for name in _DOLLARS} for each in found]))
-        return OK
+        return status
     if not found:
         print("no budget is shared by now: none has been drawn on")
         return OK
     heads = ("BUDGET", "DAY", "SPENT", "RESERVED", "OF TOKENS", "SPENT", "RESERVED", "OF USD")
-    print(table(heads, map(_budget_row, found), stretch=0))
-    return OK
+    print(table(heads, (_budget_row(each) for each in found if not each.trouble), stretch=0))
+    for each in found:
+        if each.trouble:
+            print(plain(f"PROBLEM: {each.trouble}"))
+    return status
 
 
 _DOLLARS = ("usd", "spent_usd", "reserved_usd")
@@ -173,7 +177,7 @@ def limits(known: Budget | None) -> str | None:
         ("{} tokens", known.tokens),
         ("{} USD", known.usd),
         ("{} s at work", known.seconds),
-        ("within {}", ", ".join(each.account.rpartition("/")[2] for each in _within(known))),
+        ("within {}", ", ".join(_named(each.account) for each in _within(known))),
         ("until {}", known.deadline and known.deadline.astimezone().strftime("%Y-%m-%d %H:%M:%S")),
     ]
     return ", ".join(text.format(f"{limit:,}" if isinstance(limit, int) else limit) for text, limit in named if limit)
@@ -202,6 +206,12 @@ def limits_data(known: Budget | None) -> dict[str, Any] | None:
         "deadline": deadline,
         "within": within,
     }
+
+
+def _named(account: str) -> str:
+    """What an account is called: by what its id says."""
+    _, kind, name = account.split("/", 2)
+    return {"daily": f"{name} (each day)", "children": f"run {name} and its children"}.get(kind, name)
 
 
 def _within(known: Budget) -> tuple[SharedLimits, ...]:

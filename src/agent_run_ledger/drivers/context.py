@@ -14,6 +14,7 @@ from agent_run_ledger.engine.history import StepHistory
 from agent_run_ledger.errors import InvalidArguments
 from agent_run_ledger.model import Effect
 from agent_run_ledger.rules.money import exact_usd
+from agent_run_ledger.rules.names import check_name
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -69,17 +70,22 @@ class StepContext:
 
         Without it, usage is read from what the step returns, where that is a provider's response. `model` names the model, for its price,
         where the response does not; `usd` is what it cost, where that is known better than by a list of prices. It is written with the
-        outcome. Raises `InvalidArguments` where nothing can be read of it: usage that is not understood is not nothing.
+        outcome. Raises `InvalidArguments` where nothing can be read of it, for usage that is not understood is not nothing, and where the step
+        has ended; `InvalidName` for a model that has none.
         """
         from agent_run_ledger.usage import Usage, model_of
 
+        if self._step.position not in self._run.in_flight and self._step.position not in self._run.late:
+            raise InvalidArguments(
+                f"record_usage() was called when step {self._step.number} had ended: its outcome is written, and nothing was recorded"
+            )
         read = Usage.read(usage) if usage is not None else None
         if (usage is None and usd is None) or (usage is not None and read is None):
             raise InvalidArguments(
                 f"record_usage() is given a usage, or usd=, and reads nothing from {type(usage).__name__}; nothing was recorded"
             )
-        if model is not None and (type(model) is not str or model == ""):
-            raise InvalidArguments(f"model= is the name of a model, not {model!r}; nothing was recorded")
+        if model is not None:
+            check_name("model", model)
         try:
             cost = exact_usd(usd) if usd is not None else None
         except (TypeError, ValueError) as error:

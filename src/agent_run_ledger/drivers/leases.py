@@ -163,7 +163,7 @@ class Leases:
     def _forget(self) -> None:
         """Be a new owner of nothing: at the start, and in a forked child, whose parent keeps what it holds."""
         self.owner = f"{self._label}-{os.urandom(6).hex()}"
-        self.accounts = Accounts(self._store, self._clock, self.owner, self._shared)
+        self.accounts = Accounts(self._store, self._clock, self.owner, self._shared, self._held_now)
         """The budgets that its runs share with others."""
         self._lock = threading.Lock()
         self._runs: dict[str, HeldRun] = {}
@@ -430,6 +430,10 @@ class Leases:
             payload = canonical.encode(said)
             with suppress(RunMoved):  # and this one with it: it is told there
                 self._store.post(parent, "signal", payload, str(said["by"]), self._clock.now(), due_in=wake_in)
+
+    def _held_now(self, run_id: str) -> HeldRun | None:
+        run = self._runs.get(run_id)
+        return run if run is not None and run.is_held else None
 
     def held(self) -> list[HeldRun]:
         """The runs that are held now."""

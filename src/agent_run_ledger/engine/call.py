@@ -251,8 +251,8 @@ class Call:
     """Up to which request of others its run was known when it was last looked whether that has come."""
     begins_run: bool = False
     """Whether what it calls is a run of its own."""
-    drawn: tuple[int, Most | str] | None = None
-    """What the accounts that its run shares have answered, and for which attempt."""
+    drawn: tuple[int, tuple[str, ...], Most | str] | None = None
+    """For which attempt the accounts that its run shares were asked, which ones, and what they answered."""
     questions: int = 0
     """How often the receiver was asked for its receipt, in this life."""
     left: LeftBehind | None = None

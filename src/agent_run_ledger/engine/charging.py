@@ -41,7 +41,7 @@ def reserve(run: LiveRun, call: Call, at_work: float, attempt: int) -> Amount | 
             spent = spent.plus(amount)
     if (reason := budget.overspent(limits, spent) or budget.ran_for(limits, at_work)) is not None:
         return reason
-    shared = sharing.accounts(run) if limits.within or history.begins_runs else ()
+    shared = sharing.accounts(run)
     if not ((limits.are_of_calls or shared) and may_cost(call)):
         return None
     most = _most(run, call)
@@ -52,11 +52,11 @@ def reserve(run: LiveRun, call: Call, at_work: float, attempt: int) -> Amount | 
     reserved = budget.reserve(limits, spent, held.plus(run.reserved_ahead), most)
     if isinstance(reserved, str) or not shared:
         return reserved
-    if call.drawn is None or call.drawn[0] != attempt:
+    if call.drawn is None or call.drawn[:2] != (attempt, shared):
         tokens = reserved.tokens if limits.tokens is not None else most.tokens
         usd = reserved.usd if limits.usd is not None else most.usd
-        return Draw(run, call, attempt, Most(tokens, usd, most.is_declared))
-    granted = call.drawn[1]
+        return Draw(run, call, attempt, shared, Most(tokens, usd, most.is_declared))
+    granted = call.drawn[2]
     if isinstance(granted, str):
         return granted
     return Amount(
@@ -72,10 +72,12 @@ def may_cost(call: Call) -> bool:
 
 
 def _most(run: LiveRun, call: Call) -> Most:
-    """What a call may use at the most. One limit alone may be declared; of the other nothing is known then."""
+    """What a call may use at the most. One limit alone may be declared; of the other nothing is known then, but a tool that is no model and
+    declares no tokens uses none."""
     options = call.options
     if options.max_tokens is not None or options.max_usd is not None:
-        return Most(options.max_tokens, options.max_usd, is_declared=True)
+        tokens = options.max_tokens if options.kind == "model" else options.max_tokens or 0
+        return Most(tokens, options.max_usd, is_declared=True)
     from agent_run_ledger.rules.estimates import estimate
 
     estimated = estimate(call.arguments, run.prices)

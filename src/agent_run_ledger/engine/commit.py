@@ -42,6 +42,7 @@ def prepare(run: LiveRun, decisions: Sequence[Decision], moment: Moment) -> Prep
                 run.ahead += sum(draft.is_first for draft in plan.drafts)
                 run.is_dispatching = run.is_dispatching or any(draft.kind == "intent" for draft in plan.drafts)
                 for draft in plan.drafts:
+                    run.is_beginning = run.is_beginning or "begins" in draft.fields
                     if "holds" in draft.fields:
                         run.reserved_ahead = run.reserved_ahead.plus(Amount.read(draft.fields["holds"]))
                 run.is_settling = run.is_settling or any(draft.kind == "outcome" for draft in plan.drafts)
@@ -52,7 +53,8 @@ def prepare(run: LiveRun, decisions: Sequence[Decision], moment: Moment) -> Prep
                 if plan.drafts and synced is not True and plan.synced is not False:
                     synced = plan.synced
         finally:
-            run.ahead, run.reserved_ahead, run.is_dispatching, run.is_settling = 0, NOTHING, False, False
+            run.ahead, run.reserved_ahead = 0, NOTHING
+            run.is_dispatching = run.is_settling = run.is_beginning = False
     if run.requests:
         drafts = list(drafts)
         if _honour(run, drafts):

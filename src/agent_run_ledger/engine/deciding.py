@@ -32,7 +32,7 @@ def insist(run: LiveRun, call: Call, decide: Decision, token: int | None, answer
                 yield Quiet(run, ends=True)
             elif isinstance(answer, Draw):
                 if (drawn := (yield answer)) is not None:
-                    call.drawn = (answer.attempt, drawn)
+                    call.drawn = (answer.attempt, answer.accounts, drawn)
                 elif run.is_draining:
                     yield from leave(run, call)
             elif answer is outcomes.NO_ROOM:

@@ -137,6 +137,8 @@ class Draw(NamedTuple):
     run: LiveRun
     call: Call
     attempt: int
+    accounts: tuple[str, ...]
+    """In the one order in which all runs ask: whoever holds a grant of one waits for a later one only."""
     most: Most
 
 

@@ -91,6 +91,8 @@ class LiveRun:
         """How many steps the append that is being decided begins already."""
         self.is_dispatching = False
         """Whether that append dispatches anything: no end of the run goes into it."""
+        self.is_beginning = False
+        """Whether it dispatches a call that is a run of its own, whose calls share what this one may use."""
         self.reserved_ahead = NOTHING
         """What those steps have reserved."""
         self.is_settling = False
@@ -123,7 +125,7 @@ class LiveRun:
         limits = self.given if granted is NO_LIMITS else granted.over(self.given)
         if not within:
             return limits
-        return limits._replace(within=(*within, *(each for each in limits.within or () if each not in within)))
+        return limits._replace(within=tuple(sorted({*within, *(limits.within or ())})))
 
     @property
     def gives_notice(self) -> bool:

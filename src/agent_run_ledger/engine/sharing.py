@@ -15,22 +15,11 @@ from agent_run_ledger.engine.account import Grant
 from agent_run_ledger.engine.history import History, parse, unreadable
 from agent_run_ledger.engine.live import LiveRun
 from agent_run_ledger.engine.log import Draft
-from agent_run_ledger.model import RunState, SharedBudget
+from agent_run_ledger.model import ACCOUNTS, RunState, SharedBudget
 from agent_run_ledger.rules import budget, canonical
-from agent_run_ledger.rules.budget import NOTHING, Amount, Limits, Most
-from agent_run_ledger.rules.names import ACCOUNTS
+from agent_run_ledger.rules.budget import DAILY, FOR_GOOD, NOTHING, Amount, Limits, Most
 
-_FOR_GOOD, _DAILY, _CHILDREN = f"{ACCOUNTS}budget/", f"{ACCOUNTS}daily/", f"{ACCOUNTS}children/"
-
-
-def for_good(name: str) -> str:
-    """The account of a budget that is spent once and for all."""
-    return _FOR_GOOD + name
-
-
-def daily(name: str) -> str:
-    """The account of a budget of which each day has its own."""
-    return _DAILY + name
+_CHILDREN = f"{ACCOUNTS}children/"
 
 
 def of_children(run_id: str) -> str:
@@ -52,20 +41,23 @@ def in_words(log_id: str) -> str:
 
 
 def _name_and_day(log_id: str) -> tuple[str, str | None]:
-    name, _, day = log_id.removeprefix(_FOR_GOOD).removeprefix(_DAILY).partition("/")
+    name, _, day = log_id.removeprefix(FOR_GOOD).removeprefix(DAILY).partition("/")
     return name, day or None
 
 
 def log_of(account: str, now: float) -> str:
     """The run id of the log in which an account is kept at this time, Unix seconds. Days are those of UTC."""
-    return f"{account}/{datetime.fromtimestamp(now, UTC):%Y-%m-%d}" if account.startswith(_DAILY) else account
+    return f"{account}/{datetime.fromtimestamp(now, UTC):%Y-%m-%d}" if account.startswith(DAILY) else account
 
 
 def accounts(run: LiveRun) -> tuple[str, ...]:
-    """On which accounts the calls of this run draw, and those of the runs that it begins, from the outermost in."""
+    """On which accounts the calls of this run draw, and those of the runs that it begins, in the order in which they are asked."""
+    begins = run.history.begins_runs or run.is_beginning
     limits = run.limits
-    shared = limits.within or ()
-    return (*shared, of_children(run.run_id)) if run.history.begins_runs and limits.are_of_calls else shared
+    if not (begins or limits.within):
+        return ()
+    own = (of_children(run.run_id),) if begins and limits.are_of_calls else ()
+    return tuple(sorted({*(limits.within or ()), *own}))
 
 
 class Asked(NamedTuple):
@@ -77,11 +69,6 @@ class Asked(NamedTuple):
     most: Most
     refuses_unknown: bool
     """Whether a call is refused of which nothing says what it may cost."""
-
-
-def is_lost(run: LiveRun, position: str, other: Grant, token: int) -> bool:
-    """Whether nobody waits any more for the outcome of another attempt of this very run: the call at `position` is to be made now."""
-    return token != run.token or other.position == position or other.position not in run.made
 
 
 # --- what an account grants -------------------------------------------------------------------------------------------
@@ -148,6 +135,13 @@ def shown(account: History, came_to: Mapping[Grant, Amount]) -> SharedBudget:
     return SharedBudget(log_id, name, day, parent, limits.tokens, limits.usd, *spent, *held)
 
 
+def unread(log_id: str, trouble: str) -> SharedBudget:
+    """The line of an account that cannot be read."""
+    parent = parent_of(log_id)
+    name, day = _name_and_day(log_id) if parent is None else (None, None)
+    return SharedBudget(log_id, name, day, parent, None, None, *NOTHING, *NOTHING, trouble)
+
+
 def granted(attempt: Grant, token: int, amount: Amount) -> Draft:
     """The entry that says what an attempt may use, and under which fencing token its run is owned."""
     return Draft("granted", None, {"grant": list(attempt), "under": token, "holds": amount.written()})
@@ -186,9 +180,13 @@ class Uses:
         self.size = 0
         self.limits = budget.NO_LIMITS
         """What the run may use itself, as its first entry says."""
-        self.before: list[Draft] = []
-        """What the run had used, and reserved, when it began its first child."""
-        self._spent = NOTHING
+        self.spent = NOTHING
+        self.before: list[Draft] | None = None
+        """What the run had used, and reserved, when it began its first child: an account of it begins with that."""
+        self.begun: list[str] = []
+        """The keys of the calls that are runs of their own."""
+        self.carried: list[str] = []
+        """Those that it has taken over from the run that it was made from, and that have cost what they have cost."""
         self._at_work: dict[str, tuple[Grant, int, Amount]] = {}
         """The attempts that have no outcome, by position: under which token they were dispatched, and what they have reserved."""
         self._ended: dict[Grant, Amount] = {}
@@ -200,27 +198,38 @@ class Uses:
             body = parse(row.body)
             position = row.position or ""
             if row.kind == "intent":
-                if position in self._at_work and "late" not in body:
-                    attempt, _, holds = self._at_work.pop(position)
-                    self._end(attempt, holds)
-                attempt, holds = Grant(self.run_id, position, body["attempt"]), Amount.read(body.get("holds", {}))
-                self._at_work[position] = attempt, body["token"], holds
-                if "begins" in body and not self.before:
-                    at_work = [granted(*each) for each in self._at_work.values() if each[2] != NOTHING]
-                    self.before = [settled(Grant(self.run_id, "", 0), self._spent), *at_work]
+                self._intent(position, body)
             elif row.kind == "outcome":
                 self._at_work.pop(position, None)
                 self._end(Grant(self.run_id, position, body["attempt"]), Amount.read(body.get("charges", {})))
             elif row.kind == "created":
                 self.limits = Limits.read(body)
+            elif row.kind == "forked" and self.begun:
+                self.carried = list(self.begun)
+                self._stand_before()
             self._is_over = RunState(body["state"]).is_terminal
         except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
             raise unreadable(self.run_id, row, error) from error
         self.size = row.seq
 
+    def _intent(self, position: str, body: dict[str, Any]) -> None:
+        if position in self._at_work and "late" not in body:
+            attempt, _, holds = self._at_work.pop(position)
+            self._end(attempt, holds)
+        attempt, holds = Grant(self.run_id, position, body["attempt"]), Amount.read(body.get("holds", {}))
+        self._at_work[position] = attempt, body["token"], holds
+        if "begins" in body:
+            self.begun.append(body["key"])
+            if self.before is None and "carried" not in body:
+                self._stand_before()
+
+    def _stand_before(self) -> None:
+        at_work = [granted(*each) for each in self._at_work.values() if each[2] != NOTHING]
+        self.before = [settled(Grant(self.run_id, "", 0), self.spent), *at_work]
+
     def _end(self, attempt: Grant, amount: Amount) -> None:
         self._ended[attempt] = self._ended.get(attempt, NOTHING).plus(amount)
-        self._spent = self._spent.plus(amount)
+        self.spent = self.spent.plus(amount)
 
     def came_to(self, asked: Grant) -> Amount | None:
         """What this attempt has used; None where that is not known yet. One that was never made has used nothing."""
@@ -228,3 +237,7 @@ class Uses:
             return self._ended.get(asked)
         attempt, _, holds = self._at_work.get(asked.position, (None, 0, NOTHING))
         return holds if attempt == asked else NOTHING
+
+    def was_made(self, asked: Grant) -> bool:
+        """Whether this attempt was dispatched."""
+        return asked in self._ended or self._at_work.get(asked.position, (None,))[0] == asked

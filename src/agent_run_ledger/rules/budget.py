@@ -5,8 +5,10 @@ from __future__ import annotations
 from decimal import Decimal
 from typing import Any, Literal, NamedTuple
 
-from agent_run_ledger.model import Budget, SharedLimits
+from agent_run_ledger.errors import InvalidName
+from agent_run_ledger.model import ACCOUNTS, Budget, SharedLimits
 from agent_run_ledger.rules import money
+from agent_run_ledger.rules.names import check_name
 
 ENTRIES_PER_STEP = 20
 """A run that writes many entries but few steps (values, retries, parks) ends at this many entries per allowed step."""
@@ -44,6 +46,9 @@ class Amount(NamedTuple):
 
 NOTHING = Amount()
 
+
+_LAST = 253_402_300_799
+"""The last second of which a datetime can tell."""
 
 _WRITTEN = {"steps": "max_steps", "tokens": "max_tokens", "usd": "max_usd", "seconds": "max_seconds"}
 """What a limit is called in a run's first entry, where that is not its own name."""
@@ -109,7 +114,7 @@ class Limits(NamedTuple):
             return None
         from datetime import UTC, datetime
 
-        deadline = datetime.fromtimestamp(self.deadline, UTC) if self.deadline is not None else None
+        deadline = datetime.fromtimestamp(min(self.deadline, _LAST), UTC) if self.deadline is not None else None
         within = tuple(SharedLimits(account) for account in self.within or ())
         return Budget(self.steps, self.tokens, self.usd, self.seconds, deadline, self.notice_at, within)
 
@@ -125,6 +130,39 @@ class Limits(NamedTuple):
 
 
 NO_LIMITS = Limits()
+
+FOR_GOOD, DAILY = f"{ACCOUNTS}budget/", f"{ACCOUNTS}daily/"
+"""Accounts of budgets that are spent once and for all, and of those of which each day has its own."""
+
+_LONGEST_NAME = 200
+
+
+def shared_budget(
+    name: str,
+    *,
+    tokens: int | None = None,
+    usd: Decimal | int | str | float | None = None,
+    tokens_per_day: int | None = None,
+    usd_per_day: Decimal | int | str | float | None = None,
+) -> Budget:
+    """A budget that runs share, by name: to be given as `budget=`, or within one, `Budget(usd=2, within=pool)`.
+
+    All runs of all programs that have it, and those that these begin, use no more than this together: in all, or on each day (in UTC).
+    Every program that drives such runs declares it; the limits that were declared last hold. Nothing is written here. Raises
+    `ValueError` where it limits nothing, and `InvalidName`.
+    """
+    if "/" in check_name("the budget's name", name):
+        raise InvalidName(f"the budget's name {name!r} holds a slash, which stands between name and day")
+    if (size := len(name.encode())) > _LONGEST_NAME:
+        raise InvalidName(f"the budget's name takes {size} bytes, at most {_LONGEST_NAME} are allowed")
+    terms = {
+        FOR_GOOD + name: Budget(tokens=tokens, usd=usd),
+        DAILY + name: Budget(tokens=tokens_per_day, usd=usd_per_day),
+    }
+    within = [SharedLimits(account, *Limits.of(each).of_calls) for account, each in terms.items() if each != Budget()]
+    if not within:
+        raise ValueError(f"budget {name!r}: give tokens=, usd=, tokens_per_day= or usd_per_day=")
+    return Budget(within=tuple(within))
 
 
 def shared(given: Budget | None) -> dict[str, Limits]:

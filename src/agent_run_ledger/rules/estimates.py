@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
-from agent_run_ledger.prices import Prices
+from agent_run_ledger.prices import Prices, listed
 from agent_run_ledger.usage import MOST_TOKENS, Usage, model_of
 
 _LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens", "maxOutputTokens", "maxTokens")
@@ -154,11 +154,11 @@ def estimate(arguments: Mapping[str, Any], prices: Prices | None = None) -> Esti
 
 def _dearest(given: int, output: int, model: str, prices: Prices) -> Decimal | None:
     """The cost where all the input falls into the bucket that is dearest. A model without a price for cache writes makes none."""
-    plain = prices.cost(Usage(input_tokens=given, output_tokens=output), model)
+    plain = listed(Usage(input_tokens=given, output_tokens=output), model, prices)
     if plain is None:
         return None
-    written = prices.cost(Usage(cache_write_tokens=given, output_tokens=output), model)
-    kept = prices.cost(Usage(cache_write_tokens=given, long_cache_write_tokens=given, output_tokens=output), model)
+    written = listed(Usage(cache_write_tokens=given, output_tokens=output), model, prices)
+    kept = listed(Usage(cache_write_tokens=given, long_cache_write_tokens=given, output_tokens=output), model, prices)
     return max(cost for cost in (plain, written, kept) if cost is not None)
 
 

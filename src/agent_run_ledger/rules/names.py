@@ -5,13 +5,11 @@ from __future__ import annotations
 from keyword import iskeyword
 
 from agent_run_ledger.errors import InvalidName
+from agent_run_ledger.model import ACCOUNTS
 
 MAX_BYTES = 255
 MAX_IDENTIFIER = 63
 """Characters of an identifier: as many as PostgreSQL keeps."""
-
-ACCOUNTS = "@account/"
-"""With what the ids of those runs begin in which shared budgets are kept, and those of no others."""
 
 _SEPARATORS = " -."
 
@@ -33,6 +31,11 @@ def check_name(what: str, name: object) -> str:
     if (size := len(name.encode())) > MAX_BYTES:
         raise InvalidName(f"{what} {name[:40]!r}… takes {size} bytes, at most {MAX_BYTES} are allowed")
     return name
+
+
+def child_of(key: str) -> str:
+    """The id of the run that an agent's call inside another agent is: `key` is that of the step there."""
+    return f"run_{key[:20]}"
 
 
 def is_account(run_id: str) -> bool:

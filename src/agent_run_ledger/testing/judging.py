@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from agent_run_ledger.agents import child_of
+from agent_run_ledger.rules.names import child_of
 from agent_run_ledger.testing.notes import (
     Asked,
     Called,

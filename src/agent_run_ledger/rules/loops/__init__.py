@@ -41,7 +41,9 @@ class LoopDetectorPolicy:
     def __post_init__(self) -> None:
         if type(self.max_repetitions) is not int or self.max_repetitions < 1:
             raise ValueError(f"max_repetitions must be a whole number of at least 1, not {self.max_repetitions!r}")
-        if not 0 <= self.threshold <= 1:
+        if self.embedder is not None and not callable(self.embedder):
+            raise ValueError(f"embedder is a function of a text, not {self.embedder!r}")
+        if type(self.threshold) not in (int, float) or not 0 <= self.threshold <= 1:
             raise ValueError(f"threshold must be between 0 and 1, not {self.threshold!r}")
         given = dict(self.reactions)
         if not given.keys() <= {"suspected", "certain"} or not all(stage in STAGES for stage in given.values()):

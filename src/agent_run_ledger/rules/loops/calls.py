@@ -65,7 +65,17 @@ class Asked:
         if self.text is None or other.text is None:
             return 0.0
         if embedder is not None:
-            return similarity.cosine(self._embedded(embedder), other._embedded(embedder))
+            try:
+                return similarity.cosine(self._embedded(embedder), other._embedded(embedder))
+            except (
+                Exception
+            ) as error:  # somebody else's code: what a step has answered is worth more, and words can be counted
+                import logging
+
+                said = f"{type(error).__name__}: {error}"
+                logging.getLogger("agent_run_ledger").error(
+                    "words are counted instead, for the embedder fails: %s", said
+                )
         return similarity.cosine_of_words(self._counted(), other._counted())
 
     def _counted(self) -> dict[str, int]:
