@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from agent_run_ledger.errors import LedgerError as LedgerError
     from agent_run_ledger.errors import NotALedger as NotALedger
     from agent_run_ledger.errors import NotDurableWarning as NotDurableWarning
+    from agent_run_ledger.errors import PayloadErased as PayloadErased
     from agent_run_ledger.errors import PayloadTooLarge as PayloadTooLarge
     from agent_run_ledger.errors import PlainDataWarning as PlainDataWarning
     from agent_run_ledger.errors import ProgramEnded as ProgramEnded
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from agent_run_ledger.errors import RunawayLoopDetectedException as RunawayLoopDetectedException
     from agent_run_ledger.errors import RunawayLoopException as RunawayLoopException
     from agent_run_ledger.errors import RunClosed as RunClosed
+    from agent_run_ledger.errors import RunDeleted as RunDeleted
     from agent_run_ledger.errors import RunInputMismatch as RunInputMismatch
     from agent_run_ledger.errors import RunMoved as RunMoved
     from agent_run_ledger.errors import RunNotEnded as RunNotEnded
@@ -64,6 +66,7 @@ if TYPE_CHECKING:
     from agent_run_ledger.model import ApprovalRequest as ApprovalRequest
     from agent_run_ledger.model import BlockedCall as BlockedCall
     from agent_run_ledger.model import Budget as Budget
+    from agent_run_ledger.model import Collected as Collected
     from agent_run_ledger.model import CopiedRun as CopiedRun
     from agent_run_ledger.model import Cost as Cost
     from agent_run_ledger.model import Effect as Effect
@@ -71,6 +74,7 @@ if TYPE_CHECKING:
     from agent_run_ledger.model import Evidence as Evidence
     from agent_run_ledger.model import Explanation as Explanation
     from agent_run_ledger.model import Finding as Finding
+    from agent_run_ledger.model import Forgotten as Forgotten
     from agent_run_ledger.model import MayRepeat as MayRepeat
     from agent_run_ledger.model import Notice as Notice
     from agent_run_ledger.model import PlannedAction as PlannedAction
@@ -110,6 +114,8 @@ else:
         "ApprovalDenied": "errors",
         "Receipt": "model",
         "TraceLine": "model",
+        "Forgotten": "model",
+        "Collected": "model",
         "CopiedRun": "model",
         "PlannedAction": "model",
         "ApprovalRequest": "model",
@@ -130,6 +136,7 @@ else:
         "LedgerError": "errors",
         "NotALedger": "errors",
         "NotDurableWarning": "errors",
+        "PayloadErased": "errors",
         "PayloadTooLarge": "errors",
         "PlainDataWarning": "errors",
         "ProgramEnded": "errors",
@@ -137,6 +144,7 @@ else:
         "ReplayDivergence": "errors",
         "ReplayStalledWarning": "errors",
         "RunClosed": "errors",
+        "RunDeleted": "errors",
         "RunInputMismatch": "errors",
         "RunMoved": "errors",
         "RunNotFound": "errors",
@@ -217,6 +225,8 @@ __all__ = [
     "Budget",
     "BudgetExceededException",
     "CallBlocked",
+    "Forgotten",
+    "Collected",
     "CopiedRun",
     "CopyRefused",
     "Cost",
@@ -240,6 +250,7 @@ __all__ = [
     "NotALedger",
     "NotDurableWarning",
     "Notice",
+    "PayloadErased",
     "PayloadTooLarge",
     "PlainDataWarning",
     "PlannedAction",
@@ -254,6 +265,7 @@ __all__ = [
     "RetryPolicy",
     "Run",
     "RunClosed",
+    "RunDeleted",
     "RunInputMismatch",
     "RunLedger",
     "RunMoved",

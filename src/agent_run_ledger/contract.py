@@ -149,6 +149,26 @@ class Summary(NamedTuple):
     last: Row
 
 
+class Erasure(NamedTuple):
+    """What is to be erased of an ended run, by the numbers of its entries and of the requests in its inbox, each from first to last."""
+
+    entries: Sequence[tuple[int, int]]
+    requests: Sequence[tuple[int, int]] = ()
+    secret: bool = False
+    """Whether the run's secret goes, too."""
+
+
+class Tombstone(NamedTuple):
+    """What is left of a deleted run: how long its log was, its root, who deleted it, why, and when (Unix seconds)."""
+
+    run_id: str
+    size: int
+    root: bytes
+    who: str
+    why: str
+    at: float
+
+
 class Queues(Protocol):
     """How workers find runs. A run of a queue is *due* at a time of the store's clock, or not before a request comes.
 
@@ -306,6 +326,28 @@ class Store(Queues, Protocol):
 
     def annotate(self, run_id: str, token: int, note: str | None) -> None:
         """Set the head's note, where the token is the run's."""
+
+    def erase(self, run_id: str, token: int, rows: Sequence[Row], erasure: Erasure) -> None:
+        """Append these rows, which say so, and erase what `erasure` names, in one transaction, on stable storage.
+
+        Payloads go with their digests, fingerprints and encodings; what another entry of the run shares stays that one's. Requests lose
+        what was asked, which is `{}` then, and who asked. Raises `LeaseLost` where the token is old. May be called again as it was.
+        """
+
+    def delete(self, tombstone: Tombstone, token: int) -> None:
+        """Leave nothing of an ended run but its tombstone, in one transaction, on stable storage. Its id is never used again.
+
+        Raises `LeaseLost` where the token is old, and a `StoreError` where the run has not ended or has another size.
+        """
+
+    def tombstone(self, run_id: str) -> Tombstone | None:
+        """What is left of a run that was deleted; None where none of that id was."""
+
+    def scrub(self) -> list[str]:
+        """Take what was erased or deleted out of the storage for good, and say what may still hold it, one sentence each.
+
+        May rewrite the whole storage, which keeps writers waiting meanwhile.
+        """
 
     def check(self) -> Iterable[str]:
         """What the storage itself knows to be wrong with it, one sentence each; nothing where it is sound."""

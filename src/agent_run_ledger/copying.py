@@ -14,7 +14,7 @@ from agent_run_ledger.drivers import reading
 from agent_run_ledger.drivers.leases import HeldRun
 from agent_run_ledger.engine import audit, waits
 from agent_run_ledger.engine.history import parse
-from agent_run_ledger.errors import CopyRefused, RunMoved, RunNotFound, RunOwned, StoreError, StoreUnavailable
+from agent_run_ledger.errors import CopyRefused, RunMoved, RunOwned, StoreError, StoreUnavailable
 from agent_run_ledger.model import CopiedRun, RunState
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ class Copying:
         """Claim a run and, if they are wanted, those that its program has begun."""
         head = self._source.head(run_id)
         if head is None:
-            raise RunNotFound(run_id)
+            raise reading.absent(self._source, run_id)
         held = self._ledger._leases.run(run_id)
         was_held = held.is_held
         if head.moved_to is None:
@@ -237,7 +237,10 @@ class Copying:
             raise
         if not is_written:
             self._take_back()
-            raise self._refusal(run_id, "a run of this id was just made there.")
+            was_deleted = self._target.tombstone(run_id) is not None
+            raise self._refusal(
+                run_id, f"a run of this id {'existed there and was deleted' if was_deleted else 'was just made there'}."
+            )
 
     def _take_back(self) -> None:
         """Let everything go on at the source, where nothing of it has come to the target."""

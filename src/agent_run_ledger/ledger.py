@@ -14,11 +14,11 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, Unpack
 
 from agent_run_ledger.agents import Agent, Registered, Start, Tool, abegin, as_agent, as_tool, run_to_its_end
-from agent_run_ledger.contract import Clock, Store, Summary
+from agent_run_ledger.contract import Clock, Row, Store, Summary
 from agent_run_ledger.drivers import reading
 from agent_run_ledger.drivers.leases import POLL_SECONDS, HeldRun, Leases
 from agent_run_ledger.drivers.sync import SyncDriver
-from agent_run_ledger.engine import audit, damage, records, requests, runs
+from agent_run_ledger.engine import audit, damage, erasing, records, requests, runs
 from agent_run_ledger.engine.call import StepOptions, declared
 from agent_run_ledger.engine.log import Draft
 from agent_run_ledger.errors import (
@@ -28,7 +28,6 @@ from agent_run_ledger.errors import (
     NotDurableWarning,
     RunClosed,
     RunInputMismatch,
-    RunNotFound,
     RunOwned,
     StepInDoubt,
     StoreCorrupt,
@@ -321,7 +320,9 @@ class Ledger(Operator):
                 findings.append(Finding(each, None, "storage", str(error)))
                 continue
             if not auditor.leaves and head is None:
-                raise RunNotFound(each)
+                if run_id is None:
+                    continue  # deleted since it was listed
+                raise reading.absent(self._store, each)
             findings += auditor.end(head, self._store.inbox(each, 0))
             entries += auditor.leaves
             number += 1
@@ -335,7 +336,7 @@ class Ledger(Operator):
         return TreeHead(run_id, history.size, history.root)
 
     def _record(self, summary: Summary) -> RunRecord:
-        record = records.run_record(summary)
+        record = records.run_record(summary, self._end(summary))
         if record.is_damaged:
             rows = [row for page in reading.pages(self._store, record.run_id) for row in page]
             record.status = str(damage.last_state(rows))
@@ -350,13 +351,21 @@ class Ledger(Operator):
     def _summary(self, run_id: str) -> Summary:
         summary = next(iter(self._store.summaries(check_name("run_id", run_id))), None)
         if summary is None:
-            raise RunNotFound(run_id)
+            raise reading.absent(self._store, run_id)
         return summary
+
+    def _end(self, summary: Summary) -> Row:
+        """The entry with which the run ended or stands: the last one, but for those that say what was erased since."""
+        with suppress(*damage.DAMAGE):
+            seq = erasing.ended_at(summary.last)
+            found = self._store.read(summary.head.run_id, seq - 1, limit=1) if seq is not None else ()
+            return found[0] if found else summary.last
+        return summary.last
 
     def _readable(self, run_id: str) -> damage.Readable:
         store = self._store
         if not store.read(check_name("run_id", run_id), limit=1, payloads_up_to=0):
-            raise RunNotFound(run_id)
+            raise reading.absent(store, run_id)
         read, fetch = partial(reading.pages, store, run_id), partial(store.payload, run_id)
         return damage.readable(run_id, store.secret(run_id), read, fetch)
 
@@ -372,7 +381,7 @@ class Ledger(Operator):
             if run.is_busy:
                 raise UnorderedStep(run_id, "detach", run.busy_with)
             if not run.is_held and self._store.head(run_id) is None:
-                raise RunNotFound(run_id)
+                raise reading.absent(self._store, run_id)
             self._driver.give_back(run)
 
     def copy(
@@ -399,7 +408,7 @@ class Ledger(Operator):
         from agent_run_ledger.copying import Copying
 
         if self._store.head(check_name("run_id", run_id)) is None:
-            raise RunNotFound(run_id)
+            raise reading.absent(self._store, run_id)
         if isinstance(to, Ledger):
             return Copying(self, to._store, told).run(run_id, children=children)
         if os.fspath(to) == ":memory:":

@@ -488,6 +488,34 @@ class CopiedRun:
     """Whether it stood there already, and nothing was written there."""
 
 
+@dataclass(frozen=True, slots=True)
+class Forgotten:
+    """What was erased of one run, or that it was deleted."""
+
+    run_id: str
+    status: str
+    payloads: int
+    """How many entries have lost their payload: arguments, outputs, errors, the goal, signals, reasons."""
+    secret_erased: bool
+    """Whether the run's secret went, too, so that nobody can find out any more whether a payload was what he thinks."""
+    is_deleted: bool
+    """Whether nothing is left of the run but a tombstone."""
+    pending: tuple[str, ...] = ()
+    """What may still hold the bytes, one sentence each, and what takes them out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """What `gc` did; with ``is_tried`` what it would do."""
+
+    runs: tuple[Forgotten, ...]
+    left: tuple[tuple[str, str], ...]
+    """Runs that are old enough and were left as they are, each with the reason."""
+    pending: tuple[str, ...]
+    """As for `Forgotten`."""
+    is_tried: bool
+
+
 @dataclass(slots=True)
 class Inspection:
     """One run as closely as it can be looked at, also where entries of it are damaged."""

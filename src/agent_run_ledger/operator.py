@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from contextlib import suppress
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from reprlib import repr as shown
 from typing import TYPE_CHECKING, Any
@@ -17,8 +18,10 @@ from agent_run_ledger.errors import ApprovalMismatch, IllegalTransition, Invalid
 from agent_run_ledger.model import (
     ApprovalRequest,
     Budget,
+    Collected,
     Cost,
     Explanation,
+    Forgotten,
     PlannedAction,
     RunRecord,
     RunState,
@@ -186,6 +189,62 @@ class Operator:
         if carried and self._is_seen(self.get_run(run_id)):  # the fork would find it in doubt, and it is not
             raise IllegalTransition(history.state, f"FORK behind step {carried[0]}, which is in flight", run_id)
         return self._fork(history, from_step, None, None, new_run_id, by, reason)
+
+    def forget(
+        self,
+        run_id: str,
+        step: int | None = None,
+        *,
+        everything: bool = False,
+        scrub: bool = True,
+        by: str = "",
+        reason: str = "",
+    ) -> Forgotten:
+        """Erase the payloads of a run that has ended, or of one `step` of it: arguments, outputs, errors, its goal, signals, reasons.
+
+        What they were cannot be read or replayed any more; the log still verifies, and has an entry that says which went, who did it
+        and why. A payload that a step shares with others of its run stays theirs. With `everything` the run's secret goes, too, so that
+        nobody can try whether a payload was what he thinks. Names stay: of the run, tools, agents, queues, signals and keys, and `by` and
+        `reason`. With `scrub` the storage is rewritten, so that no free page holds what was erased; what may hold it yet is in
+        `Forgotten.pending`. What is gone already is no error.
+
+        Raises `RunNotFound`, `RunOwned`, and `IllegalTransition` for a run that goes on, or whose parent does: a replay needs it.
+        """
+        from agent_run_ledger.forgetting import Forgetting
+
+        if step is not None and type(step) is not int:
+            raise InvalidArguments(f"step is the number of a step, not {shown(step)}; nothing was erased")
+        if step is not None and everything:
+            raise InvalidArguments("everything is more than one step: give one of them; nothing was erased")
+        check_name("run_id", run_id)
+        doing = Forgetting(self, self._who(by), _reason(reason))  # type: ignore[arg-type] # a Ledger is all this and more
+        return doing.forget(run_id, step, everything=everything, scrub=scrub)
+
+    def gc(
+        self,
+        older_than: timedelta | float,
+        *,
+        keep_proofs: bool = False,
+        dry_run: bool = False,
+        scrub: bool = True,
+        by: str = "",
+        reason: str = "",
+    ) -> Collected:
+        """Delete the runs that ended longer ago than `older_than`, a timedelta or seconds, each with all that belongs to it.
+
+        A tombstone is left: how long its log was, its root, who deleted it, why and when; the id is not used again. With `keep_proofs`
+        entries stay and payloads are erased, as `forget` does. Runs that a run has begun which goes on are left, and those that cannot
+        be read. With `dry_run` nothing is done.
+        """
+        from agent_run_ledger.forgetting import Forgetting
+
+        seconds = older_than.total_seconds() if isinstance(older_than, timedelta) else older_than
+        if type(seconds) not in (int, float) or not 0 <= seconds < float("inf"):
+            raise InvalidArguments(
+                f"older_than is a timedelta or a number of seconds, not {shown(older_than)}; nothing was erased"
+            )
+        doing = Forgetting(self, self._who(by), _reason(reason))  # type: ignore[arg-type] # as above
+        return doing.collect(seconds, keep_proofs=keep_proofs, is_tried=dry_run, scrub=scrub)
 
     # --- looking ------------------------------------------------------------------------------------------------------
 

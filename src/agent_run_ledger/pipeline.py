@@ -201,10 +201,10 @@ class Execution:
         return _rebuilt(payload, _sinks(self._order))
 
     def recorded(self) -> Any:
-        """The result of a completed run; None where it was erased."""
+        """The result of a completed run. Raises `PayloadErased`."""
         history = self.run.history
         ran = [step for step in self._order if step.name in history.positions]  # the others were added since
-        return _rebuilt(history.result, _sinks(ran)) if history.result is not None else None
+        return _rebuilt(runs.result_of(history), _sinks(ran))
 
 
 def _sinks(order: list[Step]) -> list[Step]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 from agent_run_ledger.contract import Row, Store
 from agent_run_ledger.engine.history import KEPT_BYTES, READ_BYTES, History
-from agent_run_ledger.errors import RunNotFound
+from agent_run_ledger.errors import RunDeleted, RunNotFound
 from agent_run_ledger.rules.loops.breaker import Rule
 
 _ROWS_PER_PAGE = 500
@@ -22,6 +22,12 @@ def pages(store: Store, run_id: str, after: int = 0, payloads_up_to: int = KEPT_
         seen = page[-1].seq
 
 
+def absent(store: Store, run_id: str) -> RunNotFound:
+    """What whoever asks for a run is told that is not there: whether it was deleted, and by whom."""
+    stone = store.tombstone(run_id)
+    return RunNotFound(run_id) if stone is None else RunDeleted(*stone)
+
+
 def whole(store: Store, run_id: str, row: Row) -> Row:
     """The row with its payload, if that was left out."""
     if row.payload is not None or row.digest is None:
@@ -30,14 +36,14 @@ def whole(store: Store, run_id: str, row: Row) -> Row:
 
 
 def read(store: Store, run_id: str, rule: Callable[[], Rule] | None = None) -> History:
-    """Fold a run, without the long arguments and outputs of its steps. Raises `RunNotFound` and `StoreCorrupt`."""
+    """Fold a run, without the long arguments and outputs of its steps. Raises `RunNotFound`, `RunDeleted` and `StoreCorrupt`."""
     history: History | None = None
     for page in pages(store, run_id, payloads_up_to=KEPT_BYTES if rule is None else READ_BYTES):
         if history is None:
             history = History(run_id, store.secret(run_id), rule)
         history.take([row if row.kind in _FETCHED else whole(store, run_id, row) for row in page])
     if history is None:
-        raise RunNotFound(run_id)
+        raise absent(store, run_id)
     return history
 
 

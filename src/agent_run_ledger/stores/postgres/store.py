@@ -9,7 +9,19 @@ from typing import Any
 
 import psycopg
 
-from agent_run_ledger.contract import Append, Beat, Head, Lease, Listing, QueueTerms, Request, Row, Summary
+from agent_run_ledger.contract import (
+    Append,
+    Beat,
+    Erasure,
+    Head,
+    Lease,
+    Listing,
+    QueueTerms,
+    Request,
+    Row,
+    Summary,
+    Tombstone,
+)
 from agent_run_ledger.errors import (
     LeaseLost,
     LedgerError,
@@ -21,8 +33,8 @@ from agent_run_ledger.errors import (
     StoreUnavailable,
 )
 from agent_run_ledger.stores import lifetime
+from agent_run_ledger.stores.postgres import erasing, reading
 from agent_run_ledger.stores.postgres import queues as waiting
-from agent_run_ledger.stores.postgres import reading
 from agent_run_ledger.stores.postgres.appending import append_row, append_together, is_large
 from agent_run_ledger.stores.postgres.bell import Bell
 from agent_run_ledger.stores.postgres.clock import SERVER_TIME
@@ -325,6 +337,33 @@ class PostgresStore:
             return int(found[0])
 
         return self._links.run(work)
+
+    def erase(self, run_id: str, token: int, rows: Sequence[Row], erasure: Erasure) -> None:
+        if self._is_inherited(run_id, token):
+            raise LeaseLost(run_id, token)
+        self._take_away(partial(erasing.erase, run_id, token, rows, erasure))
+
+    def delete(self, tombstone: Tombstone, token: int) -> None:
+        if self._is_inherited(tombstone.run_id, token):
+            raise LeaseLost(tombstone.run_id, token)
+        self._take_away(partial(erasing.delete, tombstone, token))
+        self._held.pop(tombstone.run_id, None)
+
+    def _take_away(self, work: Callable[[Link], None]) -> None:
+        self._refuse_reading()
+        try:
+            self._links.run(work)
+        except StoreError as error:
+            if isinstance(error.__cause__, psycopg.errors.InsufficientPrivilege):
+                raise erasing.refusal(self.place, error.__cause__) from error.__cause__
+            raise
+
+    def tombstone(self, run_id: str) -> Tombstone | None:
+        return self._links.run(lambda link: erasing.standing(link, run_id))
+
+    def scrub(self) -> list[str]:
+        self._refuse_reading()
+        return list(erasing.PENDING)
 
     # --- reading ------------------------------------------------------------------------------------------------------
 
