@@ -129,7 +129,9 @@ def problems_of_tables(script: str) -> list[str]:
         else:
             found += [f"{table.name} has a key {key}" for key in table.keys if key[0] != "run_id"]
     for statement in statements(script):
-        is_made = re.match(r"CREATE (TABLE|INDEX|UNIQUE INDEX|VIEW|FUNCTION|TRIGGER)|INSERT INTO meta", statement)
+        is_made = re.match(
+            r"CREATE (?:OR REPLACE )?(TABLE|INDEX|UNIQUE INDEX|VIEW|FUNCTION|TRIGGER)|INSERT INTO meta", statement
+        )
         if is_made is None:
             found.append(f"a statement of another kind: {statement[:60]}")
         elif is_made[1] == "UNIQUE INDEX" and not re.search(r"\( ?run_id", statement):

@@ -289,6 +289,12 @@ def ended(store: PostgresStore) -> str:
     return "ended"
 
 
+SAID = b"""
+INSERT INTO entries (run_id, seq, kind, body, roots) VALUES (%s, %s, 'erased', '{"state":"COMPLETED"}', '')
+"""
+"""The entry behind which something may be erased."""
+
+
 def test_the_log_cannot_be_changed_by_its_owner_either(
     store: PostgresStore, owner: psycopg.Connection, ended: str
 ) -> None:
@@ -321,15 +327,24 @@ def test_the_log_cannot_be_changed_by_its_owner_either(
 def test_what_a_payload_was_can_be_erased_and_an_ended_run_buried(
     store: PostgresStore, owner: psycopg.Connection, ended: str
 ) -> None:
+    for statement in (
+        "UPDATE entries SET payload = NULL, digest = NULL, fingerprint = NULL, encoding = NULL WHERE run_id = 'ended' AND seq = 1",
+        "UPDATE payloads SET bytes = NULL",
+        "UPDATE secrets SET secret = NULL",
+        "DELETE FROM secrets",
+    ):
+        with pytest.raises(psycopg.IntegrityError):
+            owner.execute(statement.encode())
+    owner.execute(SAID, ["ended", 4])
     owner.execute(
         "UPDATE entries SET payload = NULL, digest = NULL, fingerprint = NULL, encoding = NULL WHERE run_id = 'ended' AND seq = 1"
     )
     owner.execute("UPDATE payloads SET bytes = NULL")
     owner.execute("UPDATE secrets SET secret = NULL")
-    assert [row.payload for row in store.read(ended)] == [None, None, None]
+    assert [row.payload for row in store.read(ended)] == [None] * 4
     assert (store.secret(ended), store.claim(ended, "a", 30.0).secret) == (b"", b"")
     assert list(store.check()) == []
-    owner.execute("INSERT INTO tombstones VALUES ('ended', 3, '', 'who', 'why', 1)")
+    owner.execute("INSERT INTO tombstones VALUES ('ended', 4, '', 'who', 'why', 1)")
     for table in ("entries", "payloads", "runs"):
         owner.execute(f"DELETE FROM {table} WHERE run_id = 'ended'".encode())
     assert (store.head(ended), store.read(ended)) == (None, [])
@@ -346,12 +361,13 @@ def test_a_payload_that_was_erased_may_come_again_with_a_later_entry(
     store: PostgresStore, owner: psycopg.Connection
 ) -> None:
     token = create(store, "r").token
-    rows = [a_row(2, payload=b"x" * 100_000), a_row(3, payload=b"x" * 100_000)]
+    rows = [a_row(2, payload=b"x" * 100_000), a_row(4, payload=b"x" * 100_000)]
     assert store.append("r", token, 0, rows[:1], synced=False)
+    owner.execute(SAID, ["r", 3])
     owner.execute("UPDATE payloads SET bytes = NULL")
     assert store.payload("r", 2) is None
     assert store.append("r", token, 0, rows[1:], synced=False)
-    assert store.payload("r", 2) == store.payload("r", 3) == b"x" * 100_000
+    assert store.payload("r", 2) == store.payload("r", 4) == b"x" * 100_000
 
 
 # --- check ------------------------------------------------------------------------------------------------------------

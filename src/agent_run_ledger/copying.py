@@ -188,6 +188,8 @@ class Copying:
                 return number - 1
             if ours is None and not member.is_ended and not comes_back:
                 continue  # it went on there
+            if _says_erased(ours) and _says_erased(theirs):
+                continue  # it has ended, and each side may forget what it likes
             # A payload may have been erased on one side: the body names it.
             if ours is None or theirs is None or ours[:6] != theirs[:6]:
                 raise self._refusal(run_id, f"another run of this id stands there; they differ at entry {number}.")
@@ -239,7 +241,7 @@ class Copying:
             self._take_back()
             was_deleted = self._target.tombstone(run_id) is not None
             raise self._refusal(
-                run_id, f"a run of this id {'existed there and was deleted' if was_deleted else 'was just made there'}."
+                run_id, f"a run of this id {'existed and was deleted' if was_deleted else 'was just made'} there."
             )
 
     def _take_back(self) -> None:
@@ -296,3 +298,8 @@ class Copying:
 
     def _refusal(self, run_id: str, why: str) -> CopyRefused:
         return CopyRefused(run_id, self._target.place, why)
+
+
+def _says_erased(row: Row | None) -> bool:
+    """Whether there is nothing behind the end of a run but what says that something was erased."""
+    return row is None or row.kind == "erased"

@@ -32,11 +32,12 @@ class Forgetting:
         self._by = by
         self._reason = reason
 
-    def forget(self, run_id: str, step_number: int | None, *, everything: bool, scrub: bool) -> Forgotten:
+    def forget(
+        self, run_id: str, step_number: int | None, *, everything: bool, is_tried: bool, scrub: bool
+    ) -> Forgotten:
         """See `Operator.forget`."""
-        summary = self._ended(run_id)
-        erased = self._erase(summary, step_number, everything=everything, is_tried=False)
-        return erased if not scrub else replace(erased, pending=tuple(self._store.scrub()))
+        erased = self._erase(self._ended(run_id), step_number, everything=everything, is_tried=is_tried)
+        return erased if is_tried or not scrub else replace(erased, pending=tuple(self._store.scrub()))
 
     def collect(self, older_than: float, *, keep_proofs: bool, is_tried: bool, scrub: bool) -> Collected:
         """See `Operator.gc`."""
@@ -77,14 +78,13 @@ class Forgetting:
 
     def _is_old(self, summary: Summary, before: float) -> bool:
         """Whether the run has ended, here, before this time."""
-        body = parse(summary.last.body)
-        if not RunState(body["state"]).is_terminal or summary.head.moved_to is not None:
+        if summary.head.moved_to is not None or not RunState(parse(summary.last.body)["state"]).is_terminal:
             return False
-        end = erasing.ended_at(summary.last)
-        if end is not None:
-            (row,) = self._store.read(summary.head.run_id, end - 1, limit=1, payloads_up_to=0)
-            body = parse(row.body)
-        return float(body["at"]) < before
+        return self._ended_at(summary) < before
+
+    def _ended_at(self, summary: Summary) -> float:
+        """When the run ended, whatever was forgotten of it since."""
+        return float(parse(self._ledger._end(summary).body)["at"])
 
     def _refuse_needed(self, summary: Summary) -> None:
         """Raises `IllegalTransition` where a run that goes on has begun this one, and may ask for its result yet."""
@@ -113,7 +113,9 @@ class Forgetting:
         planned = erasing.plan(
             rows, history.secret, summary.head.inbox, self._by, self._reason, step=step, everything=everything
         )
-        erased = Forgotten(run_id, str(history.state), planned.payloads, planned.erasure.secret, False)
+        erased = Forgotten(
+            run_id, str(history.state), self._ended_at(summary), planned.payloads, planned.erasure.secret, False
+        )
         if planned.draft is None or is_tried:
             return erased
         with _Visit(self._ledger, summary) as lease:
@@ -124,7 +126,7 @@ class Forgetting:
     def _delete(self, summary: Summary, *, is_tried: bool) -> Forgotten:
         run_id = summary.head.run_id
         history = reading.read(self._store, run_id)
-        deleted = Forgotten(run_id, str(history.state), self._payloads(run_id), True, True)
+        deleted = Forgotten(run_id, str(history.state), self._ended_at(summary), self._payloads(run_id), True, True)
         if is_tried:
             return deleted
         with _Visit(self._ledger, summary) as lease:

@@ -494,6 +494,8 @@ class Forgotten:
 
     run_id: str
     status: str
+    ended_at: float
+    """Unix seconds."""
     payloads: int
     """How many entries have lost their payload: arguments, outputs, errors, the goal, signals, reasons."""
     secret_erased: bool

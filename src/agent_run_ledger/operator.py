@@ -196,6 +196,7 @@ class Operator:
         step: int | None = None,
         *,
         everything: bool = False,
+        dry_run: bool = False,
         scrub: bool = True,
         by: str = "",
         reason: str = "",
@@ -206,7 +207,7 @@ class Operator:
         and why. A payload that a step shares with others of its run stays theirs. With `everything` the run's secret goes, too, so that
         nobody can try whether a payload was what he thinks. Names stay: of the run, tools, agents, queues, signals and keys, and `by` and
         `reason`. With `scrub` the storage is rewritten, so that no free page holds what was erased; what may hold it yet is in
-        `Forgotten.pending`. What is gone already is no error.
+        `Forgotten.pending`. What is gone already is no error. With `dry_run` nothing is done.
 
         Raises `RunNotFound`, `RunOwned`, and `IllegalTransition` for a run that goes on, or whose parent does: a replay needs it.
         """
@@ -218,7 +219,7 @@ class Operator:
             raise InvalidArguments("everything is more than one step: give one of them; nothing was erased")
         check_name("run_id", run_id)
         doing = Forgetting(self, self._who(by), _reason(reason))  # type: ignore[arg-type] # a Ledger is all this and more
-        return doing.forget(run_id, step, everything=everything, scrub=scrub)
+        return doing.forget(run_id, step, everything=everything, is_tried=dry_run, scrub=scrub)
 
     def gc(
         self,

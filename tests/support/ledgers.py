@@ -118,9 +118,16 @@ class Bench:
         """What the entries of a run are, in order."""
         return [row.kind for row in self.rows(run_id)]
 
-    def execute(self, *statements: str) -> None:
+    def execute(self, *statements: str, without_triggers: bool = False) -> None:
         """What anybody with the storage can do to it, where it speaks SQL: these statements, in one transaction."""
-        with psycopg.connect(self._dsn) if self._dsn is not None else raw(self.path) as connection:
+        if self._dsn is None:
+            with raw(self.path, without_triggers=without_triggers) as file:
+                for statement in statements:
+                    file.execute(statement)
+            return
+        with psycopg.connect(self._dsn) as connection:
+            if without_triggers:
+                connection.execute("SET LOCAL session_replication_role = replica")
             for statement in statements:
                 connection.execute(statement)
 
