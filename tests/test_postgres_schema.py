@@ -14,7 +14,7 @@ import psycopg
 import pytest
 
 from agent_run_ledger import AgentRunLedger, RetryPolicy, StepFailed
-from agent_run_ledger.contract import QueueTerms, Store
+from agent_run_ledger.contract import Erasure, QueueTerms, Store, Tombstone
 from agent_run_ledger.errors import NotALedger, SchemaTooNew, StoreError, StoreReadOnly
 from agent_run_ledger.stores import open_store
 from agent_run_ledger.stores.clock import SystemClock
@@ -210,6 +210,14 @@ def test_a_role_with_the_rights_of_a_program_runs_the_ledger_and_cannot_rewrite_
         store = PostgresStore(as_program)
         the_whole_life_of_a_ledger(store)
         assert list(store.check()) == []
+        lease = store.create("kept", "a", 30.0, SECRET, [a_row(1, payload=b"{}", state="COMPLETED")], LISTING)
+        assert lease is not None
+        said, stone = a_row(2, "erased", state="COMPLETED"), Tombstone("kept", 1, b"", "", "", 0.0)
+        for refused in (
+            lambda: store.erase("kept", lease.token, [said], Erasure([(1, 1)])),
+            lambda: store.delete(stone, lease.token),
+        ):
+            assert "the role that owns the tables" in str(refuses(StoreError, refused))
         store.close()
         with psycopg.connect(as_program, autocommit=True) as connection:
             for view in ("agent_runs", "run_steps", "agent_step_journal"):
