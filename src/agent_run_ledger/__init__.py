@@ -82,6 +82,8 @@ if TYPE_CHECKING:
     from agent_run_ledger.model import RetryPolicy as RetryPolicy
     from agent_run_ledger.model import RunRecord as RunRecord
     from agent_run_ledger.model import RunState as RunState
+    from agent_run_ledger.model import SharedBudget as SharedBudget
+    from agent_run_ledger.model import SharedLimits as SharedLimits
     from agent_run_ledger.model import Spending as Spending
     from agent_run_ledger.model import StepRecord as StepRecord
     from agent_run_ledger.model import StepState as StepState
@@ -169,6 +171,8 @@ else:
         "AgentRunLedger": "ledger",
         "compute_fingerprint": "ledger",
         "Budget": "model",
+        "SharedBudget": "model",
+        "SharedLimits": "model",
         "Spending": "model",
         "Explanation": "model",
         "Evidence": "model",
@@ -277,6 +281,8 @@ __all__ = [
     "RunawayLoopDetectedException",
     "RunawayLoopException",
     "SchemaTooNew",
+    "SharedBudget",
+    "SharedLimits",
     "Spending",
     "Step",
     "StepCancelled",

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from agent_run_ledger.drivers.context import caller, current_step, place_variable, step_variable
 from agent_run_ledger.drivers.leases import HeldRun
 from agent_run_ledger.drivers.sync import Suspended
-from agent_run_ledger.engine import admission, runs
+from agent_run_ledger.engine import admission, runs, sharing
 from agent_run_ledger.engine.call import Begun, Call, Options, declared
 from agent_run_ledger.engine.waits import WATCH
 from agent_run_ledger.errors import EffectConflict, InvalidArguments, LeaseLost, RunClosed, UnorderedStep
@@ -140,16 +140,20 @@ class Agent(Registered):
     def created(
         self,
         given: dict[str, Any],
-        limit: int,
+        ledger: Ledger,
         parent: str | None,
         queue: str | None = None,
         priority: int = 0,
         key: str | None = None,
+        within: HeldRun | None = None,
     ) -> Draft:
-        """The first entry of its run."""
+        """The first entry of its run. `within` is the run that begins it: its calls draw on the same accounts."""
+        limits = self.limits.over(ledger._limits)
+        if within is not None and (shared := sharing.accounts(within)):
+            limits = limits._replace(within=(*shared, *(each for each in limits.within or () if each not in shared)))
         return runs.created(
-            self.name, given, pipeline=False, limit=limit, declared=functions.together(self.hints.values()),
-            agent=self.name, parent=parent, queue=queue, priority=priority, key=key,
+            self.name, given, pipeline=False, limit=ledger._payload_limit, limits=limits,
+            declared=functions.together(self.hints.values()), agent=self.name, parent=parent, queue=queue, priority=priority, key=key,
         )  # fmt: skip
 
     def given(self, draft: Draft) -> dict[str, Any]:
@@ -189,7 +193,7 @@ class Agent(Registered):
         options = Options(effect=Effect.IDEMPOTENT, returns=self.returns)
         return Call(
             self.name, arguments, begin, options, self.takes.environment, True, ledger._payload_limit, self.hints,
-            is_async=self.takes.is_async, attempts=_UNLIMITED,
+            is_async=self.takes.is_async, attempts=_UNLIMITED, begins_run=True,
         )  # fmt: skip
 
 
@@ -244,8 +248,7 @@ def hand_over(ledger: Ledger, start: Start, parent: HeldRun, *, is_async: bool) 
     if is_async:
         return ledger._asynchronous.in_thread(lambda: hand_over(ledger, start, parent, is_async=False))
     agent, history, run_id = start.agent, parent.history, start.run_id or ""
-    limit = ledger._payload_limit
-    draft = agent.created(start.given, limit, start.parent, history.queue, history.priority)
+    draft = agent.created(start.given, ledger, start.parent, history.queue, history.priority, within=parent)
     if ledger._leases.enqueue(run_id, [draft], 0.0):
         return Begun(run_id)
     summary = ledger._summary(run_id)
@@ -267,7 +270,7 @@ def run_to_its_end(ledger: Ledger, start: Start) -> Any:
     """Run an agent, or go on with its run, in the calling thread, and return its result."""
     agent = start.agent
     refuse_itself(start.run_id)
-    draft = agent.created(start.given, ledger._payload_limit, start.parent)
+    draft = agent.created(start.given, ledger, start.parent, within=start.within)
     held = ledger._start(start.run_id, draft, start.wait, waits_for_itself=True)
     token = held.token
     try:
@@ -300,7 +303,7 @@ async def abegin(ledger: Ledger, start: Start) -> Any:
     """Run an async agent, or go on with its run, in the calling task, and return its result."""
     agent, driver = start.agent, ledger._asynchronous
     refuse_itself(start.run_id)
-    draft = agent.created(start.given, ledger._payload_limit, start.parent)
+    draft = agent.created(start.given, ledger, start.parent, within=start.within)
     held = await driver.start(lambda: ledger._start(start.run_id, draft, None), start.wait, waits_for_itself=True)
     token = held.token
     try:

@@ -18,7 +18,7 @@ from agent_run_ledger.contract import Clock, Row, Store, Summary
 from agent_run_ledger.drivers import reading
 from agent_run_ledger.drivers.leases import POLL_SECONDS, HeldRun, Leases
 from agent_run_ledger.drivers.sync import SyncDriver
-from agent_run_ledger.engine import audit, damage, erasing, records, requests, runs
+from agent_run_ledger.engine import audit, damage, erasing, records, requests, runs, sharing
 from agent_run_ledger.engine.call import StepOptions, declared
 from agent_run_ledger.engine.log import Draft
 from agent_run_ledger.errors import (
@@ -46,15 +46,17 @@ from agent_run_ledger.model import (
     RunRecord,
     RunState,
     ServerDiagnosis,
+    SharedBudget,
+    SharedLimits,
     StepRecord,
     TreeHead,
     VerificationReport,
 )
 from agent_run_ledger.operator import Operator
 from agent_run_ledger.rules import canonical, digests
-from agent_run_ledger.rules.budget import Limits
+from agent_run_ledger.rules.budget import Limits, shared
 from agent_run_ledger.rules.loops import LoopDetectorPolicy
-from agent_run_ledger.rules.names import check_name
+from agent_run_ledger.rules.names import check_name, check_run_id, is_account
 from agent_run_ledger.run import OpenRun, branch_of, finish, function_call, perform
 from agent_run_ledger.settle import settle
 from agent_run_ledger.stores import lifetime, open_store
@@ -62,6 +64,8 @@ from agent_run_ledger.stores.clock import SystemClock
 from agent_run_ledger.stores.room import Room
 
 if TYPE_CHECKING:
+    from decimal import Decimal
+
     from agent_run_ledger.drivers.asynchronous import AsyncDriver
     from agent_run_ledger.prices import Prices
 
@@ -81,6 +85,8 @@ class _Unsaid(int):
 _LOOP_THRESHOLD = _Unsaid(LoopDetectorPolicy().max_repetitions)
 
 PAYLOAD_LIMIT = 16 * 1024 * 1024
+
+_LONGEST_BUDGET_NAME = 200
 
 OUTAGE_SECONDS = 60.0
 """How long a store that cannot be reached is waited for, where nobody says."""
@@ -125,6 +131,7 @@ class Ledger(Operator):
         db_path: str | os.PathLike[str] | Store,
         *,
         limits: Limits,
+        shared_limits: dict[str, Limits],
         prices: Prices | None,
         unknown_price: str,
         policy: LoopDetectorPolicy,
@@ -179,6 +186,9 @@ class Ledger(Operator):
         self._outage_seconds = outage_seconds
         self._durability = durability
         self._min_free = _min_free(min_free_bytes)
+        self._limits = limits
+        self._shared = shared_limits
+        """What is declared about budgets that runs share, by their accounts."""
         self._terms = (
             label,
             lease_seconds,
@@ -189,6 +199,7 @@ class Ledger(Operator):
             undeclared,
             policy.rule,
             policy.reactions,
+            self._shared,
         )
         self._tools: dict[str, Tool] = {}
         self._stand_on(self._store, self._clock)
@@ -260,7 +271,7 @@ class Ledger(Operator):
         """All runs, oldest first; those in one state where `status` names it. Nobody may act upon a damaged run: it is in none."""
         if status is not None and status not in RunState.__members__:
             raise ValueError(f"there is no run state {status!r}; the states are {', '.join(RunState)}")
-        found = map(self._record, self._store.summaries())
+        found = map(self._record, (each for each in self._store.summaries() if not is_account(each.head.run_id)))
         return [run for run in found if status is None or (run.status == status and not run.is_damaged)]
 
     def steps(self, run_id: str) -> list[StepRecord]:
@@ -422,7 +433,7 @@ class Ledger(Operator):
             store.close()
 
     def _run(self, run_id: str) -> HeldRun:
-        return self._leases.run(check_name("run_id", run_id))
+        return self._leases.run(check_run_id(run_id))
 
     def _start(
         self, run_id: str | None, draft: Draft, wait: float | None, *, waits_for_itself: bool = False
@@ -431,7 +442,7 @@ class Ledger(Operator):
 
         Where this very ledger drives it already: waits until it does not, for ever if `waits_for_itself`.
         """
-        name = f"run_{os.urandom(10).hex()}" if run_id is None else check_name("run_id", run_id)
+        name = f"run_{os.urandom(10).hex()}" if run_id is None else check_run_id(run_id)
         if run_id is None or self._store.head(name) is None:
             with self._starting:
                 run = self._leases.create(name, [draft])
@@ -527,6 +538,7 @@ class AgentRunLedger(Fleet, Ledger):
         super().__init__(
             db_path,
             limits=Limits.of(budget).over(Limits(steps=max_steps)),
+            shared_limits=shared(budget),
             prices=prices,
             unknown_price=unknown_price,
             policy=policy
@@ -621,7 +633,7 @@ class AgentRunLedger(Fleet, Ledger):
     def _created(self, goal: str) -> Draft:
         if not isinstance(goal, str):
             raise InvalidArguments(f"goal must be a string, not {type(goal).__name__}; nothing was written")
-        return runs.created(goal, None, pipeline=False, limit=self._payload_limit)
+        return runs.created(goal, None, pipeline=False, limit=self._payload_limit, limits=self._limits)
 
     def execute_step(
         self,
@@ -708,6 +720,48 @@ class AgentRunLedger(Fleet, Ledger):
         """A run as a context manager: it is finished on a clean exit, parked on an exception, and its lease is kept meanwhile."""
         return OpenRun(self, lambda patience: self._start(run_id, self._created(goal), patience), wait)
 
+    # --- budgets that runs share --------------------------------------------------------------------------------------
+
+    def budget(
+        self,
+        name: str,
+        *,
+        tokens: int | None = None,
+        usd: Decimal | int | str | float | None = None,
+        tokens_per_day: int | None = None,
+        usd_per_day: Decimal | int | str | float | None = None,
+    ) -> Budget:
+        """Declare a budget that runs share, by name, and return it: to be passed as `budget=`, or within one, `Budget(usd=2, within=pool)`.
+
+        All runs of all programs that have it, and those that these begin, use no more than this together: in all, or on each day (in
+        UTC). Every program that drives such runs declares it; the limits that were declared last hold. Nothing is written here. Raises
+        `ValueError` and `InvalidName`.
+        """
+        if "/" in check_name("the budget's name", name):
+            raise InvalidName(f"the budget's name {name!r} holds a slash, which stands between name and day")
+        if (size := len(name.encode())) > _LONGEST_BUDGET_NAME:
+            raise InvalidName(f"the budget's name takes {size} bytes, at most {_LONGEST_BUDGET_NAME} are allowed")
+        terms = {
+            sharing.for_good(name): Budget(tokens=tokens, usd=usd),
+            sharing.daily(name): Budget(tokens=tokens_per_day, usd=usd_per_day),
+        }
+        within = [
+            SharedLimits(account, *Limits.of(each).of_calls) for account, each in terms.items() if each != Budget()
+        ]
+        if not within:
+            raise ValueError(f"budget {name!r}: give tokens=, usd=, tokens_per_day= or usd_per_day=")
+        pool = Budget(within=tuple(within))
+        self._shared.update(shared(pool))
+        return pool
+
+    def budgets(self) -> list[SharedBudget]:
+        """The budgets that runs share, oldest first, and how much of each is used by now: also those of runs that have begun others.
+
+        Raises `StoreCorrupt`.
+        """
+        ids = [summary.head.run_id for summary in self._store.summaries()]
+        return [self._leases.accounts.look(each) for each in ids if is_account(each)]
+
     # --- registered tools and agents ----------------------------------------------------------------------------------
 
     def tool(
@@ -750,6 +804,7 @@ class AgentRunLedger(Fleet, Ledger):
 
         def register(fn: F) -> F:
             agent = Agent(fn, name, budget, returns, retry, fatal)
+            self._shared.update(shared(budget))
             self._register(self._agents, agent, "agent")
             return as_agent(fn, agent, self)
 
@@ -805,7 +860,7 @@ class AgentRunLedger(Fleet, Ledger):
     ) -> Start:
         agent = self._registered(function)
         if run_id is not None:
-            check_name("run_id", run_id)
+            check_run_id(run_id)
         return Start(agent, agent.arguments(args, kwargs), run_id, wait)
 
     @staticmethod

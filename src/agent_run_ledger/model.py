@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from enum import StrEnum
 from math import inf
@@ -108,6 +108,18 @@ class RetryPolicy:
 
 
 @dataclass(frozen=True, slots=True)
+class SharedLimits:
+    """What runs that share a budget may use together, as `ledger.budget(name, ...)` declares it; ``account`` is how logs name it.
+
+    Both None: a log names it, and what it allows stands in the log of the account.
+    """
+
+    account: str
+    tokens: int | None = None
+    usd: Decimal | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Budget:
     """The limits of one run; ``None`` is no limit.
 
@@ -115,7 +127,7 @@ class Budget:
     Decimal, or a number as text; a float is taken as it is written) count what calls have used, and what those under way may use.
     ``seconds`` counts the time in which the run's program was at work. From ``deadline`` on, an aware datetime, nothing new is
     dispatched and the run ends; what runs at that moment is not interrupted. At the fraction ``notice_at`` of a limit (0 to 1; ``None``:
-    never) `run.notices()` says so.
+    never) `run.notices()` says so. ``within`` is the budget that the run shares with others, as `ledger.budget(name, ...)` gives it.
     """
 
     steps: int | None = None
@@ -124,8 +136,14 @@ class Budget:
     seconds: float | None = None
     deadline: datetime | None = None
     notice_at: float | None = None
+    within: Budget | tuple[SharedLimits, ...] = ()
 
     def __post_init__(self) -> None:
+        within = self.within.within if isinstance(self.within, Budget) else self.within
+        is_more = isinstance(self.within, Budget) and replace(self.within, within=()) != Budget()
+        if type(within) is not tuple or is_more or not all(type(each) is SharedLimits for each in within):
+            raise ValueError(f"Budget.within is what ledger.budget(name, ...) gives, not {self.within!r}")
+        object.__setattr__(self, "within", within)
         for name, count in (("steps", self.steps), ("tokens", self.tokens)):
             if count is not None and (type(count) is not int or count < 1):
                 raise ValueError(f"Budget.{name} is a whole number of at least 1, not {count!r}")
@@ -138,6 +156,27 @@ class Budget:
                 )
         if self.deadline is not None and getattr(self.deadline, "tzinfo", None) is None:
             raise ValueError(f"Budget.deadline is a datetime with a time zone, not {self.deadline!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class SharedBudget:
+    """A budget that runs share, as a reader sees it. ``account`` is the id of the log in which it is kept."""
+
+    account: str
+    name: str | None
+    """As `ledger.budget` was given it; None for the budget of a run and of those that it has begun."""
+    day: str | None
+    """The day in UTC, ``YYYY-MM-DD``, of a budget of which each day has its own."""
+    parent_run_id: str | None
+    """The run whose budget it is, and of those that it has begun."""
+    tokens: int | None
+    usd: Decimal | None
+    """What it allows; None: it has no such limit."""
+    spent_tokens: int
+    spent_usd: Decimal
+    reserved_tokens: int
+    reserved_usd: Decimal
+    """What was granted to calls of which it is not known yet what they have used."""
 
 
 @dataclass(frozen=True, slots=True)

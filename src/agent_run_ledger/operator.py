@@ -28,8 +28,8 @@ from agent_run_ledger.model import (
     TraceLine,
 )
 from agent_run_ledger.rules import canonical
-from agent_run_ledger.rules.budget import Limits
-from agent_run_ledger.rules.names import check_name
+from agent_run_ledger.rules.budget import Limits, shared
+from agent_run_ledger.rules.names import check_name, check_run_id
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -64,6 +64,7 @@ class Operator:
     _driver: SyncDriver
     _payload_limit: int
     _tools: dict[str, Tool]
+    _shared: dict[str, Limits]
 
     if TYPE_CHECKING:
 
@@ -167,7 +168,7 @@ class Operator:
         and `max_steps` or `budget` raise the limit that ended it. Start its program with the new id, or `wake` it where it has a queue:
         it is in the same one, with the same priority and key.
         """
-        history = reading.read(self._store, check_name("run_id", run_id))
+        history = reading.read(self._store, check_run_id(run_id))
         if history.state not in (RunState.FAILED, RunState.DEAD_LETTER):
             raise IllegalTransition(history.state, "REDRIVE", run_id)
         return self._fork(history, history.steps + 1, max_steps, budget, new_run_id, by, reason)
@@ -179,7 +180,7 @@ class Operator:
 
         The steps before are carried with their outcomes and keys. The run itself stays as it is, and nothing is started.
         """
-        history = reading.read(self._store, check_name("run_id", run_id))
+        history = reading.read(self._store, check_run_id(run_id))
         if type(from_step) is not int or not 1 <= from_step <= history.steps + 1:
             raise InvalidArguments(
                 f"from_step is a number from 1 to {history.steps + 1}, for run {run_id!r} has {history.steps} steps; not {shown(from_step)}"
@@ -355,7 +356,7 @@ class Operator:
 
     def _send(self, run_id: str, kind: str, said: dict[str, Any], by: str) -> None:
         who = self._who(by)
-        state = RunState(self.get_run(run_id).status)
+        state = RunState(self.get_run(check_run_id(run_id)).status)
         if state.is_terminal:
             raise IllegalTransition(state, kind.upper(), run_id)
         self._store.post(run_id, kind, canonical.encode({**said, "by": who}), who, self._clock.now())
@@ -422,7 +423,8 @@ class Operator:
         if steps is not None and (type(steps) is not int or steps < 1):
             raise ValueError(f"max_steps must be a whole number of at least 1, not {shown(steps)}")
         limits = Limits.of(budget)._replace(steps=steps).written()
-        name = f"run_{os.urandom(10).hex()}" if new_run_id is None else check_name("new_run_id", new_run_id)
+        self._shared.update(shared(budget))
+        name = f"run_{os.urandom(10).hex()}" if new_run_id is None else check_run_id(new_run_id, "new_run_id")
         told = {"by": self._who(by), "reason": _reason(reason)}
         drafts = forking.carried(history, self._whole(history.run_id), before, told, limits, name)
         if not self._leases.lay_down(name, drafts):

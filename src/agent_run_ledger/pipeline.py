@@ -21,7 +21,7 @@ from agent_run_ledger.errors import InvalidArguments, InvalidPipeline
 from agent_run_ledger.ledger import OUTAGE_SECONDS, PAYLOAD_LIMIT, Durability, Ledger
 from agent_run_ledger.model import Budget, RunState
 from agent_run_ledger.rules import canonical, functions
-from agent_run_ledger.rules.budget import Limits
+from agent_run_ledger.rules.budget import Limits, shared
 from agent_run_ledger.rules.loops import LoopDetectorPolicy
 from agent_run_ledger.rules.names import check_name
 from agent_run_ledger.run import park, perform, with_key
@@ -266,6 +266,7 @@ class RunLedger(Ledger):
             self._add(each)
         super().__init__(
             db_path,
+            shared_limits=shared(budget),
             limits=Limits.of(budget)._replace(steps=1),  # each execution sets the number of its steps
             prices=prices,
             unknown_price=unknown_price,
@@ -405,7 +406,9 @@ class RunLedger(Ledger):
         self._check(order, given)
         hints = functions.together(hint for step in order for hint in step.parameters.values())
         goal = f"pipeline {self.run_id}"
-        return order, runs.created(goal, given, pipeline=True, limit=self._payload_limit, declared=hints)
+        return order, runs.created(
+            goal, given, pipeline=True, limit=self._payload_limit, limits=self._limits, declared=hints
+        )
 
     def _order(self) -> list[Step]:
         """The steps, each after those it depends on, else as they were registered."""

@@ -46,6 +46,7 @@ from agent_run_ledger.ledger import AgentRunLedger
 from agent_run_ledger.model import RunState
 from agent_run_ledger.pipeline import RunLedger
 from agent_run_ledger.rules import canonical, failures
+from agent_run_ledger.rules.names import is_account
 from agent_run_ledger.run import Run
 from agent_run_ledger.stores import open_store
 from agent_run_ledger.stores.clock import SystemClock
@@ -110,7 +111,9 @@ def preflight(
     refuse_in_an_event_loop("preflight")
     store, is_own = _opened(ledger, db_path)
     try:
-        found = [summary for summary in store.summaries() if not _has_ended(summary)]
+        found = [
+            summary for summary in store.summaries() if not (_has_ended(summary) or is_account(summary.head.run_id))
+        ]
         runs = []
         with _tools_refuse(ledger):
             for number, summary in enumerate(found):
@@ -283,7 +286,7 @@ class _OfAgent:
         given = agent.given(Draft("created", None, {}, created))
         ledger = own(self._ledger._elsewhere(copy, copy.clock))
         # As who runs it again would: with its arguments as the code checks and spells them now.
-        draft = agent.created(agent.arguments((), given), ledger._payload_limit, self._parent)
+        draft = agent.created(agent.arguments((), given), ledger, self._parent)
         if agent.takes.is_async:
             ledger._asynchronous.run(lambda: self._replay_async(ledger, copy.run_id, draft))
             return

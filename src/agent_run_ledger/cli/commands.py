@@ -185,6 +185,13 @@ def _add_looking(commands: _Commands) -> None:
         type=count,
         help="without RUN: list only the newest N runs (default: 50; 0 and --json: all)",
     )
+    add(
+        "budgets",
+        "costs",
+        "List the budgets that runs share, and how much of each is spent and reserved by now: those that programs declare by name, and "
+        "those of runs with a budget that have begun others.",
+        "--db agent.db budgets",
+    )
     explain = add(
         "explain",
         "explaining",

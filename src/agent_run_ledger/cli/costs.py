@@ -1,4 +1,4 @@
-"""The command that says what runs have cost: cost."""
+"""The commands that say what runs have cost, and what is left of the budgets that they share: cost, budgets."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from agent_run_ledger.cli.terminal import as_json, counted, labelled, plain, tab
 
 if TYPE_CHECKING:
     from agent_run_ledger import Budget
-    from agent_run_ledger.model import Cost, Spending
+    from agent_run_ledger.model import Cost, SharedBudget, SharedLimits, Spending
 
 _BUCKETS = {
     "input_tokens": "input",
@@ -41,6 +41,38 @@ def cost(given: argparse.Namespace) -> int:
         if parts:
             print("\n" + _parts(what, parts))
     return status
+
+
+def budgets(given: argparse.Namespace) -> int:
+    with opened_to_look(given) as ledger:
+        found = ledger.budgets()
+    if given.json:
+        print(as_json([asdict(each) | {name: _text(getattr(each, name)) for name in _DOLLARS} for each in found]))
+        return OK
+    if not found:
+        print("no budget is shared by now: none has been drawn on")
+        return OK
+    heads = ("BUDGET", "DAY", "SPENT", "RESERVED", "OF TOKENS", "SPENT", "RESERVED", "OF USD")
+    print(table(heads, map(_budget_row, found), stretch=0))
+    return OK
+
+
+_DOLLARS = ("usd", "spent_usd", "reserved_usd")
+
+
+def _text(amount: Decimal | None) -> str | None:
+    return None if amount is None else dollars(amount)
+
+
+def _budget_row(each: SharedBudget) -> tuple[object, ...]:
+    tokens = (each.spent_tokens, each.reserved_tokens, each.tokens)
+    usd = (each.spent_usd, each.reserved_usd, each.usd)
+    return (
+        each.name if each.parent_run_id is None else f"run {each.parent_run_id} and its children",
+        each.day or "",
+        *("" if each.tokens is None or count is None else number(count) for count in tokens),
+        *("" if each.usd is None else _text(amount) for amount in usd),
+    )
 
 
 def _print_runs(found: Cost, limit: int) -> None:
@@ -141,6 +173,7 @@ def limits(known: Budget | None) -> str | None:
         ("{} tokens", known.tokens),
         ("{} USD", known.usd),
         ("{} s at work", known.seconds),
+        ("within {}", ", ".join(each.account.rpartition("/")[2] for each in _within(known))),
         ("until {}", known.deadline and known.deadline.astimezone().strftime("%Y-%m-%d %H:%M:%S")),
     ]
     return ", ".join(text.format(f"{limit:,}" if isinstance(limit, int) else limit) for text, limit in named if limit)
@@ -163,4 +196,14 @@ def limits_data(known: Budget | None) -> dict[str, Any] | None:
     if known is None:
         return None
     deadline = known.deadline.timestamp() if known.deadline is not None else None
-    return asdict(known) | {"usd": None if known.usd is None else str(known.usd), "deadline": deadline}
+    within = [each.account for each in _within(known)]
+    return asdict(known) | {
+        "usd": None if known.usd is None else str(known.usd),
+        "deadline": deadline,
+        "within": within,
+    }
+
+
+def _within(known: Budget) -> tuple[SharedLimits, ...]:
+    assert isinstance(known.within, tuple)
+    return known.within

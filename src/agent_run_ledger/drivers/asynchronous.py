@@ -18,7 +18,7 @@ from agent_run_ledger.contract import Clock, Store
 from agent_run_ledger.drivers.context import StepContext, caller, callers, step_variable
 from agent_run_ledger.drivers.leases import POLL_SECONDS, HeldRun, Leases
 from agent_run_ledger.drivers.order import Order
-from agent_run_ledger.drivers.sync import LONGEST_POLL_SECONDS, Suspended, SyncDriver
+from agent_run_ledger.drivers.sync import DRAW_SECONDS, FIRST_DRAW_SECONDS, LONGEST_POLL_SECONDS, Suspended, SyncDriver
 from agent_run_ledger.drivers.together import Together
 from agent_run_ledger.drivers.workers import Work
 from agent_run_ledger.drivers.writer import Writer
@@ -28,6 +28,7 @@ from agent_run_ledger.engine.effects import (
     Ask,
     AwaitLate,
     Commit,
+    Draw,
     Fetch,
     Flow,
     GiveBack,
@@ -46,6 +47,7 @@ from agent_run_ledger.engine.live import Branch
 from agent_run_ledger.engine.steps import step
 from agent_run_ledger.errors import InvalidArguments, LedgerError, RunOwned, StoreError
 from agent_run_ledger.rules import functions
+from agent_run_ledger.rules.budget import Most
 
 T = TypeVar("T")
 
@@ -534,6 +536,8 @@ class AsyncDriver:
             return self.sync.perform(effect)
         if isinstance(effect, Quiet | Room):
             return await self._wait_for_quiet(effect)
+        if isinstance(effect, Draw):
+            return await self._draw(effect)
         if isinstance(effect, AwaitLate):
             return await self._await_late(effect)
         if isinstance(effect, Inquire):
@@ -719,6 +723,15 @@ class AsyncDriver:
             await _await_own_cancellation(effect.interrupted_after)
         elif not order.at_once(effect.call.position, effect.seq):
             await order.wait(effect.call.position, effect.seq)
+
+    async def _draw(self, effect: Draw) -> Most | str | None:
+        pause, end = FIRST_DRAW_SECONDS, self._clock.elapsed() + DRAW_SECONDS
+        while (answer := await self.in_thread(lambda: self._leases.accounts.draw(effect))) is None:
+            await self.pause(pause)
+            if not self.sync.still_draws(effect, end):
+                break
+            pause = min(pause * 1.5, LONGEST_POLL_SECONDS)
+        return answer
 
     async def _wait(self, effect: Wait) -> None:
         run = cast(HeldRun, effect.run)

@@ -14,6 +14,7 @@ from typing import Any
 
 from agent_run_ledger.contract import Clock, Lease, QueueTerms, Store
 from agent_run_ledger.drivers import reading
+from agent_run_ledger.drivers.accounts import Accounts
 from agent_run_ledger.drivers.workers import Work
 from agent_run_ledger.engine import runs, schedule, waits
 from agent_run_ledger.engine.effects import Moment
@@ -138,6 +139,7 @@ class Leases:
         undeclared: str,
         rule: Callable[[], Rule],
         reactions: Mapping[str, str],
+        shared: Mapping[str, Limits],
     ) -> None:
         self._store = store
         self._clock = clock
@@ -150,6 +152,7 @@ class Leases:
         self.undeclared = undeclared
         self._rule = rule
         self._reactions = reactions
+        self._shared = shared
         self.room: Room | None = None
         """What watches the disk, where somebody wants it watched."""
         self._forget()
@@ -158,6 +161,8 @@ class Leases:
     def _forget(self) -> None:
         """Be a new owner of nothing: at the start, and in a forked child, whose parent keeps what it holds."""
         self.owner = f"{self._label}-{os.urandom(6).hex()}"
+        self.accounts = Accounts(self._store, self._clock, self.owner, self._shared)
+        """The budgets that its runs share with others."""
         self._lock = threading.Lock()
         self._runs: dict[str, HeldRun] = {}
         self._claimed: dict[str, float] = {}

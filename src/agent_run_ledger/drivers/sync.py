@@ -19,6 +19,7 @@ from agent_run_ledger.engine.effects import (
     Ask,
     AwaitLate,
     Commit,
+    Draw,
     Fetch,
     Flow,
     Inquire,
@@ -33,11 +34,14 @@ from agent_run_ledger.engine.effects import (
 )
 from agent_run_ledger.engine.log import Draft, Sealed, seal
 from agent_run_ledger.errors import LeaseLost, Reentered, StoreError
+from agent_run_ledger.rules.budget import Most
 
 T = TypeVar("T")
 
 LONGEST_POLL_SECONDS = 0.5
 """How long whoever waits for a signal looks away at the most."""
+FIRST_DRAW_SECONDS, DRAW_SECONDS = 0.005, 1.0
+"""How soon an account that has no room is asked again, and for how long before the run is looked at anew."""
 
 
 class Suspended(BaseException):
@@ -93,6 +97,8 @@ class SyncDriver:
             return self._take_turn(effect)
         if isinstance(effect, Quiet | Room):
             return self._wait_for_quiet(effect)
+        if isinstance(effect, Draw):
+            return self._draw(effect)
         if isinstance(effect, AwaitLate):
             return self._await_late(effect)
         if isinstance(effect, Fetch):
@@ -387,6 +393,20 @@ class SyncDriver:
     def _wait_for_quiet(self, effect: Quiet | Room) -> None:
         while not effect.is_over:
             self._clock.sleep(POLL_SECONDS)
+
+    def _draw(self, effect: Draw) -> Most | str | None:
+        pause, end = FIRST_DRAW_SECONDS, self._clock.elapsed() + DRAW_SECONDS
+        while (answer := self._leases.accounts.draw(effect)) is None:
+            self._clock.sleep(pause)
+            if not self.still_draws(effect, end):
+                break
+            pause = min(pause * 1.5, LONGEST_POLL_SECONDS)
+        return answer
+
+    def still_draws(self, effect: Draw, end: float) -> bool:
+        """Whether a call that waits for others to leave room in an account asks it again before its run is looked at anew."""
+        run = effect.run
+        return not (run.is_cancelled or run.is_draining) and self._clock.elapsed() < end
 
     def _wait(self, effect: Wait) -> None:
         run = cast(HeldRun, effect.run)

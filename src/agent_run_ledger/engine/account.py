@@ -1,22 +1,33 @@
-"""What a run has spent, and what its calls have reserved: the part of a fold over its entries that is about money."""
+"""What is spent, and what calls have reserved: the part of a fold over entries that is about money."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from agent_run_ledger.rules.budget import NOTHING, Amount
 
 
+class Grant(NamedTuple):
+    """One attempt of a call, by what it is known where runs share a budget."""
+
+    run_id: str
+    position: str
+    attempt: int
+
+
 class Account:
-    """As the entries tell it: intents reserve, outcomes give back what was reserved and say what was used."""
+    """As the entries tell it: intents reserve, outcomes give back what was reserved and say what was used.
+
+    In the log of a budget that runs share, grants reserve and settlements give back, likewise.
+    """
 
     __slots__ = ("_program", "held", "saved", "spent")
 
-    def __init__(self, spent: Amount = NOTHING, held: Mapping[str, Amount] | None = None) -> None:
+    def __init__(self, spent: Amount = NOTHING, held: Mapping[str | Grant, Amount] | None = None) -> None:
         self.spent = spent
         """What calls have used, and what those may have used of which that is not known."""
-        self.held = dict(held or {})
+        self.held: dict[str | Grant, Amount] = dict(held or {})
         """What calls may use that are dispatched and have no outcome, by position."""
         self.saved = NOTHING
         """What was not paid again each time another owner's program began anew and was given what is recorded."""
@@ -43,3 +54,18 @@ class Account:
                 self.held.pop(position or "", None)
             if "charges" in fields:
                 self.spent = self.spent.plus(Amount.read(fields["charges"]))
+        elif kind == "granted":
+            self.held[Grant(*fields["grant"])] = Amount.read(fields["holds"])
+        elif kind == "settled":
+            self.held.pop(Grant(*fields["grant"]), None)
+            self.spent = self.spent.plus(Amount.read(fields["charges"]))
+
+    def closed(self) -> None:
+        """The run has ended: what is not known to have come to less has come to what it reserved."""
+        for amount in self.held.values():
+            self.spent = self.spent.plus(amount)
+        self.held.clear()
+
+
+COUNTED = frozenset({"intent", "outcome", "granted", "settled"})
+"""The kinds of entries that an account takes in."""

@@ -6,7 +6,7 @@ from functools import partial
 
 from agent_run_ledger.engine import admission, outcomes, reconcile, waits
 from agent_run_ledger.engine.call import Begun, Call, LeftBehind
-from agent_run_ledger.engine.deciding import commit
+from agent_run_ledger.engine.deciding import commit, leave
 from agent_run_ledger.engine.effects import AwaitLate, Commit, Fetch, Flow, Invoke, Moment, Plan, Result, Wait, Warn
 from agent_run_ledger.engine.history import StepHistory
 from agent_run_ledger.engine.identity import divergence, lacks_arguments
@@ -43,7 +43,7 @@ def wait_to_retry(run: LiveRun, call: Call, step: StepHistory, until: float) -> 
     if run.late:
         yield from take_late(run, call, None)
     if run.is_draining:
-        yield from waits.leave(run, call)
+        yield from leave(run, call)
     if not step.is_settled:
         yield from commit(run, call, partial(_retry, call, step), token)
 

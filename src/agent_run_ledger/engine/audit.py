@@ -24,7 +24,7 @@ _COLUMNS: tuple[tuple[str, type, Any], ...] = (
 """Each column's type, and what is taken for it where the type is another; None: the column may be empty."""
 _NO_MOVE = {
     "created", "value", "missed", "redispatched_undeclared", "answered", "signal", "declined", "forked", "notice", "blocked",
-    "erased",
+    "limited", "granted", "settled", "erased",
 }  # fmt: skip
 _EVENTS = {
     "intent": {Event.START_STEP},

@@ -13,6 +13,7 @@ from agent_run_ledger.engine.live import Branch
 from agent_run_ledger.errors import InvalidArguments, UnserialisableArguments
 from agent_run_ledger.model import Effect, MayRepeat, Receipt, RetryPolicy, dollars
 from agent_run_ledger.rules import canonical, digests, functions
+from agent_run_ledger.rules.budget import Most
 from agent_run_ledger.rules.names import check_name
 
 MAX_TIMEOUT = 366 * 86_400.0
@@ -248,6 +249,10 @@ class Call:
     """What it waits for, where it calls nobody."""
     heard: int = 0
     """Up to which request of others its run was known when it was last looked whether that has come."""
+    begins_run: bool = False
+    """Whether what it calls is a run of its own."""
+    drawn: tuple[int, Most | str] | None = None
+    """What the accounts that its run shares have answered, and for which attempt."""
     questions: int = 0
     """How often the receiver was asked for its receipt, in this life."""
     left: LeftBehind | None = None

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from agent_run_ledger.engine import sharing
 from agent_run_ledger.engine.call import Call
+from agent_run_ledger.engine.effects import Draw
 from agent_run_ledger.engine.live import LiveRun
 from agent_run_ledger.rules import budget
 from agent_run_ledger.rules.budget import NOTHING, Amount, Most
@@ -24,8 +26,8 @@ class Metered(NamedTuple):
     model: str | None
 
 
-def reserve(run: LiveRun, call: Call, at_work: float) -> Amount | str | None:
-    """What a dispatch reserves; None where it has to reserve nothing; `budget.WAITS`; or why it may not begin.
+def reserve(run: LiveRun, call: Call, at_work: float, attempt: int) -> Amount | str | Draw | None:
+    """What a dispatch reserves; None where it has to reserve nothing; `budget.WAITS`; why it may not begin; or whom to ask first.
 
     What earlier attempts of the same step have reserved is spent, for all that is known. So is what a call has reserved for whose
     outcome nobody waits here.
@@ -39,14 +41,28 @@ def reserve(run: LiveRun, call: Call, at_work: float) -> Amount | str | None:
             spent = spent.plus(amount)
     if (reason := budget.overspent(limits, spent) or budget.ran_for(limits, at_work)) is not None:
         return reason
-    if not (limits.are_of_calls and may_cost(call)):
+    shared = sharing.accounts(run) if limits.within or history.begins_runs else ()
+    if not ((limits.are_of_calls or shared) and may_cost(call)):
         return None
     most = _most(run, call)
     if limits.usd is not None and most.usd is None and run.refuses_unknown_prices:
         return (
             f"nothing says what a call of {call.tool!r} may cost: its model has no known price, or its request no bound"
         )
-    return budget.reserve(limits, spent, held.plus(run.reserved_ahead), most)
+    reserved = budget.reserve(limits, spent, held.plus(run.reserved_ahead), most)
+    if isinstance(reserved, str) or not shared:
+        return reserved
+    if call.drawn is None or call.drawn[0] != attempt:
+        tokens = reserved.tokens if limits.tokens is not None else most.tokens
+        usd = reserved.usd if limits.usd is not None else most.usd
+        return Draw(run, call, attempt, Most(tokens, usd, most.is_declared))
+    granted = call.drawn[1]
+    if isinstance(granted, str):
+        return granted
+    return Amount(
+        min(granted.tokens or 0, reserved.tokens) if limits.tokens is not None else granted.tokens or 0,
+        min(granted.usd or NOTHING.usd, reserved.usd) if limits.usd is not None else granted.usd or NOTHING.usd,
+    )
 
 
 def may_cost(call: Call) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 from agent_run_ledger.contract import Row
 from agent_run_ledger.engine.account import Account
 from agent_run_ledger.engine.history import parse, unreadable
-from agent_run_ledger.model import Cost, Spending
+from agent_run_ledger.model import Cost, RunState, Spending
 from agent_run_ledger.rules import canonical
 from agent_run_ledger.rules.budget import NO_LIMITS, NOTHING, Amount, Limits
 
@@ -90,6 +90,8 @@ class Costing:
             elif row.kind in LIMITS_SAID and row.payload is not None:
                 said = canonical.decode(row.payload)
                 self._limits = Limits.read(said["limits"]) if "limits" in said else self._limits
+            if self._account.held and RunState(body["state"]).is_terminal:
+                self._close()
         except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
             raise unreadable(self._run_id, row, error) from error
 
@@ -106,12 +108,24 @@ class Costing:
         if is_carried:
             return
         tool = self._tool(position)
-        if lost is not None:  # its process died: what it used nobody knows
-            self._model("").calls += 1
-            for each in (tool, self._model("")):
-                each.charged = each.charged.plus(lost)
-                each.unmetered += 1
+        if lost is not None:
+            self._lose(tool, lost)
         tool.calls += not (is_late or "undispatched" in body or "waits" in body)
+
+    def _lose(self, tool: Sum, reserved: Amount) -> None:
+        """The process of an attempt died: what it used nobody knows."""
+        self._model("").calls += 1
+        for each in (tool, self._model("")):
+            each.charged = each.charged.plus(reserved)
+            each.unmetered += 1
+
+    def _close(self) -> None:
+        """The run has ended: nobody will ever know what became of those that are reserved for."""
+        for position, reserved in self._account.held.items():
+            if isinstance(position, str) and position not in self._carried.held:
+                self._lose(self._tool(position), reserved)
+        self._account.closed()
+        self._carried.closed()
 
     def _outcome(self, position: str, body: dict[str, Any]) -> None:
         if "carried" in body:

@@ -6,7 +6,7 @@ from typing import Any
 
 from agent_run_ledger.engine import outcomes
 from agent_run_ledger.engine.call import Call
-from agent_run_ledger.engine.effects import AwaitLate, Commit, Decision, Fetch, Flow, Quiet, Room
+from agent_run_ledger.engine.effects import AwaitLate, Commit, Decision, Draw, Fetch, Flow, Quiet, Rest, Room
 from agent_run_ledger.engine.live import LiveRun
 
 
@@ -30,6 +30,11 @@ def insist(run: LiveRun, call: Call, decide: Decision, token: int | None, answer
             elif answer is outcomes.CLOSING:
                 run.closing.add(call.position)  # until the end is written
                 yield Quiet(run, ends=True)
+            elif isinstance(answer, Draw):
+                if (drawn := (yield answer)) is not None:
+                    call.drawn = (answer.attempt, drawn)
+                elif run.is_draining:
+                    yield from leave(run, call)
             elif answer is outcomes.NO_ROOM:
                 yield Room(run, run.history.last_outcome)
             else:
@@ -39,3 +44,9 @@ def insist(run: LiveRun, call: Call, decide: Decision, token: int | None, answer
             answer = yield Commit(run, decide, token)
     finally:
         run.closing.discard(call.position)
+
+
+def leave(run: LiveRun, call: Call) -> Flow[None]:
+    """Begin nothing new: the program ends here, once each of its calls stands here or waits for something else."""
+    while True:
+        yield Rest(run, call, None, None, leaves=True)

@@ -10,6 +10,7 @@ from agent_run_ledger.engine.call import Call
 from agent_run_ledger.engine.history import StepHistory
 from agent_run_ledger.engine.live import LiveRun
 from agent_run_ledger.engine.log import Draft
+from agent_run_ledger.rules.budget import Most
 
 
 class Moment(NamedTuple):
@@ -127,6 +128,18 @@ class Room(NamedTuple):
         return self.run.history.last_outcome > self.since or not self.run.in_flight
 
 
+class Draw(NamedTuple):
+    """Have the accounts that the run shares grant this attempt what it may use, outside of every lock of the run.
+
+    The answer is what it may use; why it may not begin; or None, where others have to come to an end first, after a while.
+    """
+
+    run: LiveRun
+    call: Call
+    attempt: int
+    most: Most
+
+
 class Wait(NamedTuple):
     """Come back when the wall clock has reached `until`, after `at_most` seconds at the latest, or when the run is cancelled."""
 
@@ -174,7 +187,7 @@ class Warn(NamedTuple):
     text: str
 
 
-Ask = Commit | Invoke | Inquire | AwaitLate | Turn | Quiet | Room | Wait | Rest | Fetch | GiveBack | Warn
+Ask = Commit | Invoke | Inquire | AwaitLate | Turn | Quiet | Room | Draw | Wait | Rest | Fetch | GiveBack | Warn
 
 T = TypeVar("T")
 Flow = Generator[Ask, Any, T]

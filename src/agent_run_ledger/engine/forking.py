@@ -14,7 +14,7 @@ from agent_run_ledger.model import Event
 from agent_run_ledger.rules import canonical
 
 _STEP_KINDS = frozenset({"intent", "waiting", "outcome", "missed", "redispatched_undeclared", "notice"})
-_KEPT = ("format", "pipeline", "agent", "parent", "queue", "priority", "key")
+_KEPT = ("format", "pipeline", "agent", "parent", "queue", "priority", "key", "within")
 """What the first entry of the new run says as that of the old one did."""
 _MADE_ANEW = (
     "run",

@@ -414,7 +414,11 @@ class History:
         self.asides = 0
         """Entries that tell of waiting, and count for no limit."""
         self.granted = NO_LIMITS
-        """What the run may use, where that was said when it was made from another one."""
+        """What the run may use, where that was said when it was made from another one; what an account allows."""
+        self.within: tuple[str, ...] = ()
+        """The accounts that its first entry says that it shares."""
+        self.begins_runs = False
+        """Whether one of its calls is a run of its own."""
         self.last_outcome = 0
         """The seq of the last outcome."""
         self.account = Account()
@@ -467,8 +471,9 @@ class History:
             self.created_at = body["at"]
             self.pipeline = body.get("pipeline", False)
             self.parent, self.queue, self.priority = body.get("parent"), body.get("queue"), body.get("priority", 0)
-            if "forked_from" in body:
+            if "forked_from" in body or "account" in body:
                 self.granted = Limits.read(body)
+            self.within = tuple(body.get("within", ()))
         else:
             self._other(row, body)
         closed = len(row.roots) // 32 - 1
@@ -481,6 +486,8 @@ class History:
             self.worked += at - self.last_at
         self.last_at = at
         self.state = _STATES[body["state"]]
+        if self.account.held and self.state.is_terminal:
+            self.account.closed()
         self.steps = body["steps"]
         self.refused = body.get("refused", 0)
         self.token = body["token"]
@@ -501,6 +508,8 @@ class History:
             return
         if self.trailing:
             self._follow(body)
+        if "begins" in body:
+            self.begins_runs = True
         continued = self.positions[body["continues"]] if "continues" in body else None
         self.positions[position] = step = StepHistory(row, body, continued)
         if continued is not None:
@@ -596,6 +605,10 @@ class History:
             self.signals.setdefault(body["name"], []).append(Signal(row, body))
         elif kind in ("released", "forked"):
             self._begin_afresh(kind)
+        elif kind in ("granted", "settled"):
+            self.account.take(kind, None, body)
+        elif kind == "limited":
+            self.granted = Limits.read(body)
         if position is not None and (known := self.positions.get(position)) is not None:
             if kind == "missed":
                 known.missed, known.missed_at = _order(row, body), body["at"]

@@ -6,7 +6,7 @@ from typing import Any
 
 from agent_run_ledger.engine import admission, charging, outcomes
 from agent_run_ledger.engine.call import Call
-from agent_run_ledger.engine.effects import Moment, Plan
+from agent_run_ledger.engine.effects import Draw, Moment, Plan
 from agent_run_ledger.engine.history import StepHistory
 from agent_run_ledger.engine.identity import recorded_arguments
 from agent_run_ledger.engine.live import LiveRun
@@ -79,9 +79,11 @@ def dispatch_again(run: LiveRun, call: Call, step: StepHistory, moment: Moment, 
     reason = budget.entries_spent(run.most_steps, run.history.size - run.history.asides)
     reason = reason or budget.too_late(run.limits.deadline, moment.now)
     if reason is None:
-        holds = charging.reserve(run, call, run.history.at_work(moment.now))
+        holds = charging.reserve(run, call, run.history.at_work(moment.now), step.attempts + 1)
         if holds is budget.WAITS:
             return Plan(answer=outcomes.NO_ROOM)
+        if isinstance(holds, Draw):
+            return Plan(answer=holds)
         reason = holds if isinstance(holds, str) else None
     if reason is not None:
         if run.has_under_way:
@@ -91,7 +93,7 @@ def dispatch_again(run: LiveRun, call: Call, step: StepHistory, moment: Moment, 
         spent = Draft("exhausted", Event.BUDGET_EXHAUSTED, {"step": step.number}, payload, step.position, step.attempts)
         return Plan([spent], error=BudgetExceededException(run.run_id, reason), synced=True)
     # the intent of a step without side effects may be lost with the machine: no harm is done
-    assert not isinstance(holds, str)
+    assert not isinstance(holds, str | Draw)
     return Plan([*said, next_attempt(call, step, holds)], synced=False if call.options.effect is Effect.READ else None)
 
 
@@ -125,6 +127,8 @@ def _fields(call: Call, number: int, key: str, left: int) -> dict[str, Any]:
         fields["receipt"] = True
     if call.options.key_window is not None:
         fields["key_window"] = call.options.key_window
+    if call.begins_run:
+        fields["begins"] = True
     if call.after:
         fields["after"] = list(call.after)  # as it will be read
     return fields

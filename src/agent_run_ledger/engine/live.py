@@ -117,8 +117,11 @@ class LiveRun:
     @property
     def limits(self) -> Limits:
         """What the run may use: what was said when it was made from another one goes before."""
-        granted = self.history.granted
-        return self.given if granted is NO_LIMITS else granted.over(self.given)
+        granted, within = self.history.granted, self.history.within
+        limits = self.given if granted is NO_LIMITS else granted.over(self.given)
+        if not within:
+            return limits
+        return limits._replace(within=(*within, *(each for each in limits.within or () if each not in within)))
 
     @property
     def gives_notice(self) -> bool:

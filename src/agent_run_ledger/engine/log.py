@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from agent_run_ledger import merkle
 from agent_run_ledger.contract import Row
+from agent_run_ledger.engine.account import COUNTED
 from agent_run_ledger.engine.history import History
 from agent_run_ledger.model import Event, RunState
 from agent_run_ledger.rules import compact, digests, lifecycle
@@ -87,8 +88,10 @@ def seal(history: History, token: int, at: float, drafts: Iterable[Draft]) -> li
         if attempt is not None:
             body["attempt"] = attempt
         body |= fields
-        if kind in ("intent", "outcome"):
+        if kind in COUNTED:
             account.take(kind, position, fields)
+        if account.held and state.is_terminal:
+            account.closed()
         if account.spent is not NOTHING:
             body["spent"] = account.spent.written()
         if payload is not None:

@@ -27,6 +27,7 @@ from agent_run_ledger.errors import (
 )
 from agent_run_ledger.model import Event, RunState
 from agent_run_ledger.rules import backoff, budget, canonical, digests, failures
+from agent_run_ledger.rules.budget import Limits
 
 FORMAT = 1
 """The version of the entries' bodies."""
@@ -46,6 +47,7 @@ def created(
     *,
     pipeline: bool,
     limit: int,
+    limits: Limits,
     declared: Any = None,
     agent: str | None = None,
     parent: str | None = None,
@@ -53,8 +55,8 @@ def created(
     priority: int = 0,
     key: str | None = None,
 ) -> Draft:
-    """The first entry: what the run is for, what it was given, which agent's run it is, whose child, and in which queue it waits."""
-    fields: dict[str, Any] = {"format": FORMAT}
+    """The first entry: what the run is for, what it was given, what it may use, which agent's run it is, whose child, and where it waits."""
+    fields: dict[str, Any] = {"format": FORMAT} | limits.written()
     if pipeline:
         fields["pipeline"] = True
     if priority:

@@ -7,8 +7,8 @@ from typing import Any, assert_never
 
 from agent_run_ledger.engine import admission, attempts, breaking, charging, outcomes, reconcile, recovery, waits
 from agent_run_ledger.engine.call import Call, LeftBehind
-from agent_run_ledger.engine.deciding import insist
-from agent_run_ledger.engine.effects import AwaitLate, Commit, Fetch, Flow, GiveBack, Moment, Plan, Turn
+from agent_run_ledger.engine.deciding import insist, leave
+from agent_run_ledger.engine.effects import AwaitLate, Commit, Draw, Fetch, Flow, GiveBack, Moment, Plan, Turn
 from agent_run_ledger.engine.history import Outcome, StepHistory
 from agent_run_ledger.engine.identity import difference, divergence, lacks_arguments
 from agent_run_ledger.engine.intents import dispatch_again, exhausted, first_intent, has_no_room
@@ -38,7 +38,7 @@ def step(run: LiveRun, call: Call) -> Flow[Any]:
         if run.late:
             yield from attempts.take_late(run, call, call.options.timeout)
         if run.is_draining and ((there := run.history.positions.get(position)) is None or not there.is_settled):
-            yield from waits.leave(run, call)
+            yield from leave(run, call)
         decide = partial(_intend, call)
         if (answer := (yield Commit(run, decide, None, position in run.history.positions))) is not None:
             yield from insist(run, call, decide, None, answer)
@@ -175,11 +175,13 @@ def _begin(run: LiveRun, call: Call, position: str, moment: Moment) -> Plan:
     reason = budget.steps_spent(run.most_steps, history.steps + run.ahead, history.refused)
     reason = reason or budget.entries_spent(run.most_steps, history.size - history.asides)
     reason = reason or budget.too_late(run.limits.deadline, moment.now)
-    holds: Amount | str | None = None
+    holds: Amount | str | Draw | None = None
     if reason is None and not run.closing:
-        holds = charging.reserve(run, call, history.at_work(moment.now))
+        holds = charging.reserve(run, call, history.at_work(moment.now), continued.attempts + 1 if continued else 1)
         if holds is budget.WAITS:
             return Plan(answer=outcomes.NO_ROOM)
+        if isinstance(holds, Draw):
+            return Plan(answer=holds)
         reason = holds if isinstance(holds, str) else None
     if reason is not None:
         error = BudgetExceededException(run.run_id, reason)
@@ -189,7 +191,7 @@ def _begin(run: LiveRun, call: Call, position: str, moment: Moment) -> Plan:
         return Plan(answer=outcomes.HELD)
     if (full := has_no_room(run, call, moment)) is not None:
         return Plan(error=full)
-    assert not isinstance(holds, str)
+    assert not isinstance(holds, str | Draw)
     if continued is not None and action is not None:
         return _continue(run, call, continued, action, drafts, salted, holds)
     intent = first_intent(run, call, salted, holds)

@@ -8,7 +8,7 @@ from typing import Any
 
 from agent_run_ledger.engine import admission
 from agent_run_ledger.engine.call import Call, DurableWait
-from agent_run_ledger.engine.deciding import commit
+from agent_run_ledger.engine.deciding import commit, leave
 from agent_run_ledger.engine.effects import Fetch, Flow, Moment, Plan, Rest, Wait
 from agent_run_ledger.engine.history import History, Signal, StepHistory
 from agent_run_ledger.engine.live import LiveRun
@@ -66,12 +66,6 @@ def ended(run: LiveRun) -> dict[str, object]:
         "bases": [],
     }
     return {"ok": False, "error": described}
-
-
-def leave(run: LiveRun, call: Call) -> Flow[None]:
-    """Begin nothing new: the program ends here, once each of its calls stands here or waits for something else."""
-    while True:
-        yield Rest(run, call, None, None, leaves=True)
 
 
 def rest(run: LiveRun, call: Call, child: str | None) -> Flow[None]:

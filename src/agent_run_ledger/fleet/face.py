@@ -153,7 +153,7 @@ class Fleet:
     ) -> submitting.Order:
         return submitting.order(
             self._registered(agent), args, kwargs,
-            run_id=run_id, queue=queue, priority=priority, delay=delay, key=key, limit=self._payload_limit,
+            run_id=run_id, queue=queue, priority=priority, delay=delay, key=key, ledger=self._itself(),
         )  # fmt: skip
 
     def _itself(self) -> AgentRunLedger:

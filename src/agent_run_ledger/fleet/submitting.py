@@ -13,7 +13,7 @@ from agent_run_ledger.engine import runs
 from agent_run_ledger.engine.history import History
 from agent_run_ledger.errors import IllegalTransition, InvalidArguments, RunOwned
 from agent_run_ledger.fleet.handle import Handle
-from agent_run_ledger.rules.names import check_name
+from agent_run_ledger.rules.names import check_name, check_run_id
 
 if TYPE_CHECKING:
     from agent_run_ledger.agents import Agent
@@ -46,7 +46,7 @@ def order(
     priority: int,
     delay: float,
     key: str | None,
-    limit: int,
+    ledger: AgentRunLedger,
 ) -> Order:
     """What `submit` is asked for. Raises where it cannot be; nothing is written by then."""
     place, step = place_variable.get(), step_variable.get()
@@ -63,7 +63,7 @@ def order(
             "it otherwise; nothing was written"
         )
     if run_id is not None:
-        check_name("run_id", run_id)
+        check_run_id(run_id)
     if type(priority) is not int or not -_LARGEST_PRIORITY <= priority <= _LARGEST_PRIORITY:
         raise InvalidArguments(
             f"priority is a whole number from {-_LARGEST_PRIORITY} to {_LARGEST_PRIORITY}, not {priority!r}; nothing was written"
@@ -75,7 +75,7 @@ def order(
     if key is not None:
         check_name("key", key)
     given = agent.arguments(args, kwargs)
-    draft = agent.created(given, limit, None, check_name("queue", queue), priority, key)
+    draft = agent.created(given, ledger, None, check_name("queue", queue), priority, key)
     return Order(agent, run_id, draft, float(delay))
 
 

@@ -12,6 +12,7 @@ from agent_run_ledger.drivers import reading
 from agent_run_ledger.engine.history import History, StepHistory, parse
 from agent_run_ledger.errors import InvalidArguments, StoreCorrupt
 from agent_run_ledger.model import RunState, StuckRun, WorkerRecord
+from agent_run_ledger.rules.names import is_account
 
 if TYPE_CHECKING:
     from agent_run_ledger.contract import Beat, Head, Store, Summary
@@ -116,6 +117,8 @@ def stuck(ledger: AgentRunLedger, after_seconds: float) -> list[StuckRun]:
 
 def _open_runs(summaries: Iterable[Summary]) -> Iterator[_Open]:
     for summary in summaries:
+        if is_account(summary.head.run_id):
+            continue
         try:
             last = parse(summary.last.body)
             state, at = RunState(last["state"]), float(last["at"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from decimal import Decimal
 from typing import Any, Literal, NamedTuple
 
-from agent_run_ledger.model import Budget
+from agent_run_ledger.model import Budget, SharedLimits
 from agent_run_ledger.rules import money
 
 ENTRIES_PER_STEP = 20
@@ -53,6 +53,8 @@ class Limits(NamedTuple):
     deadline: float | None = None
     """The Unix time from which on nothing new is dispatched."""
     notice_at: float | None = None
+    within: tuple[str, ...] | None = None
+    """The accounts that it shares with other runs: their calls are granted by these, too."""
 
     @classmethod
     def of(cls, given: Budget | None) -> Limits:
@@ -60,8 +62,17 @@ class Limits(NamedTuple):
         if given is None:
             return cls()
         assert given.usd is None or isinstance(given.usd, Decimal)
+        assert isinstance(given.within, tuple)
         deadline = given.deadline.timestamp() if given.deadline is not None else None
-        return cls(given.steps, given.tokens, given.usd, given.seconds, deadline, given.notice_at)
+        return cls(
+            given.steps,
+            given.tokens,
+            given.usd,
+            given.seconds,
+            deadline,
+            given.notice_at,
+            tuple(each.account for each in given.within) or None,
+        )
 
     def over(self, others: Limits) -> Limits:
         """These, and of the others those that are not said here."""
@@ -73,13 +84,18 @@ class Limits(NamedTuple):
         named = {name: limit for name, limit in self._asdict().items() if limit is not None}
         if self.usd is not None:
             named["usd"] = format(self.usd, "f")
+        if self.within is not None:
+            named["within"] = list(self.within)
         return {_WRITTEN.get(name, name): limit for name, limit in named.items()}
 
     @classmethod
     def read(cls, written: dict[str, Any]) -> Limits:
         """Those that an entry says; it may say other things, too."""
         named = {name: written.get(_WRITTEN.get(name, name)) for name in cls._fields}
-        return cls(**named)._replace(usd=Decimal(named["usd"]) if named["usd"] is not None else None)
+        usd, within = named["usd"], named["within"]
+        return cls(**named)._replace(
+            usd=Decimal(usd) if usd is not None else None, within=tuple(within) if within is not None else None
+        )
 
     def as_budget(self) -> Budget | None:
         """As whoever declares them writes them; None where there are none."""
@@ -88,7 +104,13 @@ class Limits(NamedTuple):
         from datetime import UTC, datetime
 
         deadline = datetime.fromtimestamp(self.deadline, UTC) if self.deadline is not None else None
-        return Budget(self.steps, self.tokens, self.usd, self.seconds, deadline, self.notice_at)
+        within = tuple(SharedLimits(account) for account in self.within or ())
+        return Budget(self.steps, self.tokens, self.usd, self.seconds, deadline, self.notice_at, within)
+
+    @property
+    def of_calls(self) -> tuple[int | None, Decimal | None]:
+        """Those of tokens and of dollars."""
+        return self.tokens, self.usd
 
     @property
     def are_of_calls(self) -> bool:
@@ -97,6 +119,15 @@ class Limits(NamedTuple):
 
 
 NO_LIMITS = Limits()
+
+
+def shared(given: Budget | None) -> dict[str, Limits]:
+    """What a budget declares about those that it is within, by their accounts."""
+    within = given.within if given is not None else ()
+    assert isinstance(within, tuple)
+    return {
+        each.account: Limits(tokens=each.tokens, usd=each.usd) for each in within if each != SharedLimits(each.account)
+    }
 
 
 class Most(NamedTuple):

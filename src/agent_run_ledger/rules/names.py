@@ -10,6 +10,9 @@ MAX_BYTES = 255
 MAX_IDENTIFIER = 63
 """Characters of an identifier: as many as PostgreSQL keeps."""
 
+ACCOUNTS = "@account/"
+"""With what the ids of those runs begin in which shared budgets are kept, and those of no others."""
+
 _SEPARATORS = " -."
 
 
@@ -29,6 +32,21 @@ def check_name(what: str, name: object) -> str:
             raise InvalidName(f"{what} {name[:80]!r} holds the lone surrogate U+{code:04X} at index {index}")
     if (size := len(name.encode())) > MAX_BYTES:
         raise InvalidName(f"{what} {name[:40]!r}… takes {size} bytes, at most {MAX_BYTES} are allowed")
+    return name
+
+
+def is_account(run_id: str) -> bool:
+    """Whether this is the log of a budget that runs share."""
+    return run_id.startswith(ACCOUNTS)
+
+
+def check_run_id(run_id: object, what: str = "run_id") -> str:
+    """The id of a run that programs and people may act upon, or `InvalidName`: a budget that runs share is kept by the ledger alone."""
+    name = check_name(what, run_id)
+    if is_account(name):
+        raise InvalidName(
+            f"{what} {name!r}: ids that begin with {ACCOUNTS} are those of shared budgets; nothing was done"
+        )
     return name
 
 

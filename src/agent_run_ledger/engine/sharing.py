@@ -1,0 +1,212 @@
+"""Budgets that several runs share: each has an account, in whose log their calls are granted what they may use.
+
+An account is a run without a program: `created` says what it allows, `limited` what it allows from then on, `granted` what one attempt of a
+call may use, and `settled` what that attempt has come to, as its own run's log says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import Any
+
+from agent_run_ledger.contract import Row
+from agent_run_ledger.engine.account import Grant
+from agent_run_ledger.engine.history import History, parse, unreadable
+from agent_run_ledger.engine.live import LiveRun
+from agent_run_ledger.engine.log import Draft
+from agent_run_ledger.model import RunState, SharedBudget
+from agent_run_ledger.rules import budget, canonical
+from agent_run_ledger.rules.budget import NOTHING, Amount, Limits, Most
+from agent_run_ledger.rules.names import ACCOUNTS
+
+_FOR_GOOD, _DAILY, _CHILDREN = f"{ACCOUNTS}budget/", f"{ACCOUNTS}daily/", f"{ACCOUNTS}children/"
+
+
+def for_good(name: str) -> str:
+    """The account of a budget that is spent once and for all."""
+    return _FOR_GOOD + name
+
+
+def daily(name: str) -> str:
+    """The account of a budget of which each day has its own."""
+    return _DAILY + name
+
+
+def of_children(run_id: str) -> str:
+    """The account that a run shares with those that it has begun, and they with theirs."""
+    return _CHILDREN + run_id
+
+
+def parent_of(account: str) -> str | None:
+    """The run whose budget the account stands for; None where it is nobody's alone."""
+    return account.removeprefix(_CHILDREN) if account.startswith(_CHILDREN) else None
+
+
+def in_words(log_id: str) -> str:
+    """What messages call an account: by the id of its log."""
+    if (parent := parent_of(log_id)) is not None:
+        return f"the budget of run {parent!r} and its children"
+    name, day = _name_and_day(log_id)
+    return f"budget {name!r}" + (f" of {day}" if day else "")
+
+
+def _name_and_day(log_id: str) -> tuple[str, str | None]:
+    name, _, day = log_id.removeprefix(_FOR_GOOD).removeprefix(_DAILY).partition("/")
+    return name, day or None
+
+
+def log_of(account: str, now: float) -> str:
+    """The run id of the log in which an account is kept at this time, Unix seconds. Days are those of UTC."""
+    return f"{account}/{datetime.fromtimestamp(now, UTC):%Y-%m-%d}" if account.startswith(_DAILY) else account
+
+
+def accounts(run: LiveRun) -> tuple[str, ...]:
+    """On which accounts the calls of this run draw, and those of the runs that it begins, from the outermost in."""
+    limits = run.limits
+    shared = limits.within or ()
+    return (*shared, of_children(run.run_id)) if run.history.begins_runs and limits.are_of_calls else shared
+
+
+# --- what an account grants -------------------------------------------------------------------------------------------
+
+
+def opened(account: str, log_id: str, limits: Limits) -> Draft:
+    """The first entry of an account."""
+    payload = canonical.encode({"goal": in_words(log_id), "input": None})
+    return Draft("created", None, {"format": 1, "account": account, **_written(limits)}, payload)
+
+
+def grant(
+    account: History,
+    asked: Grant,
+    most: Most,
+    limits: Limits | None,
+    came_to: Mapping[Grant, Amount],
+    *,
+    refuses_unknown: bool,
+) -> tuple[list[Draft], Most | str]:
+    """What the account answers to a call that may use so much, and the entries for it: the part that it may use, or why it may not begin.
+
+    `limits` are what the account allows from now on; None: what its log says. `came_to` is what is known of earlier grants. The
+    answer is `budget.WAITS` where the call would fit if they came to nothing. Asked again, for the same attempt, it grants the same.
+    """
+    drafts: list[Draft] = []
+    if limits is None or (limits.tokens, limits.usd) == (account.granted.tokens, account.granted.usd):
+        limits = account.granted
+    else:
+        drafts.append(Draft("limited", None, _written(limits)))
+    spent, held = account.account.spent, dict(account.account.held)
+    for each, amount in came_to.items():
+        if held.pop(each, None) is not None:
+            spent = spent.plus(amount)
+            drafts.append(settled(each, amount))
+    mine = held.pop(asked, None)
+    if isinstance(mine, Amount) and _covers(mine, most):
+        return drafts, _part(limits, mine, most)
+    others = NOTHING
+    for amount in held.values():
+        others = others.plus(amount)
+    if limits.usd is not None and most.usd is None and refuses_unknown:
+        return drafts, "nothing says what the call may cost: its model has no known price, or its request no bound"
+    answer = budget.overspent(limits, spent) or budget.reserve(limits, spent, others, most)
+    if isinstance(answer, str):
+        return drafts, answer
+    drafts.append(granted(asked, answer))
+    return drafts, _part(limits, answer, most)
+
+
+def shown(account: History, came_to: Mapping[Grant, Amount]) -> SharedBudget:
+    """An account as a reader sees it, with what is known by now of what it has granted."""
+    spent, held = account.account.spent, NOTHING
+    for each, amount in account.account.held.items():
+        if isinstance(each, Grant) and each in came_to:
+            spent = spent.plus(came_to[each])
+        else:
+            held = held.plus(amount)
+    log_id, limits = account.run_id, account.granted
+    parent = parent_of(log_id)
+    name, day = _name_and_day(log_id) if parent is None else (None, None)
+    return SharedBudget(log_id, name, day, parent, limits.tokens, limits.usd, *spent, *held)
+
+
+def granted(asked: Grant, amount: Amount) -> Draft:
+    """The entry that says what an attempt may use."""
+    return Draft("granted", None, {"grant": list(asked), "holds": amount.written()})
+
+
+def settled(asked: Grant, amount: Amount) -> Draft:
+    """The entry that says what it has used."""
+    return Draft("settled", None, {"grant": list(asked), "charges": amount.written()})
+
+
+def _written(limits: Limits) -> dict[str, Any]:
+    return Limits(tokens=limits.tokens, usd=limits.usd).written()
+
+
+def _covers(have: Amount, most: Most) -> bool:
+    return (most.tokens or 0) <= have.tokens and (most.usd or 0) <= have.usd
+
+
+def _part(limits: Limits, answer: Amount, most: Most) -> Most:
+    """What the call may use, as the account's limits have left it."""
+    return Most(
+        answer.tokens if limits.tokens is not None else most.tokens,
+        answer.usd if limits.usd is not None else most.usd,
+        most.is_declared,
+    )
+
+
+# --- what grants have come to -----------------------------------------------------------------------------------------
+
+
+class Uses:
+    """What the calls of one run have come to, as its log says: a fold over its entries."""
+
+    def __init__(self, run_id: str) -> None:
+        self.run_id = run_id
+        self.size = 0
+        self.limits = budget.NO_LIMITS
+        """What the run may use itself, as its first entry says."""
+        self.before: list[Draft] = []
+        """What the run had used, and reserved, when it began its first child."""
+        self._spent = NOTHING
+        self._at_work: dict[str, tuple[Grant, Amount]] = {}
+        """The attempts that have no outcome, by position."""
+        self._ended: dict[Grant, Amount] = {}
+        self._is_over = False
+
+    def take(self, row: Row) -> None:
+        """The next entry. Raises `StoreCorrupt` where it cannot be read."""
+        try:
+            body = parse(row.body)
+            position = row.position or ""
+            if row.kind == "intent":
+                if position in self._at_work and "late" not in body:
+                    self._end(*self._at_work.pop(position))
+                self._at_work[position] = (
+                    Grant(self.run_id, position, body["attempt"]), Amount.read(body.get("holds", {})),
+                )  # fmt: skip
+                if "begins" in body and not self.before:
+                    at_work = [granted(*each) for each in self._at_work.values() if each[1] != NOTHING]
+                    self.before = [settled(Grant(self.run_id, "", 0), self._spent), *at_work]
+            elif row.kind == "outcome":
+                self._at_work.pop(position, None)
+                self._end(Grant(self.run_id, position, body["attempt"]), Amount.read(body.get("charges", {})))
+            elif row.kind == "created":
+                self.limits = Limits.read(body)
+            self._is_over = RunState(body["state"]).is_terminal
+        except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
+            raise unreadable(self.run_id, row, error) from error
+        self.size = row.seq
+
+    def _end(self, attempt: Grant, amount: Amount) -> None:
+        self._ended[attempt] = self._ended.get(attempt, NOTHING).plus(amount)
+        self._spent = self._spent.plus(amount)
+
+    def came_to(self, asked: Grant) -> Amount | None:
+        """What this attempt has used; None where that is not known yet. One that was never made has used nothing."""
+        if asked in self._ended or not self._is_over:
+            return self._ended.get(asked)
+        attempt, holds = self._at_work.get(asked.position, (None, NOTHING))
+        return holds if attempt == asked else NOTHING
