@@ -28,6 +28,7 @@ from agent_run_ledger import (
     RunNotFound,
     StepFailed,
     current_run,
+    current_step,
 )
 from agent_run_ledger.stores.sqlite import SqliteStore
 from support.ledgers import GOAL, RUN, Bench, Died, never, program, raising, raw
@@ -346,6 +347,28 @@ def test_the_age_of_a_run_is_counted_from_its_end_and_not_from_when_it_forgot(be
     ledger.forget(RUN)
     (tried,) = ledger.gc(50, dry_run=True).runs
     assert tried.ended_at == end
+
+
+def test_what_a_deleted_run_has_used_of_a_shared_budget_stays_used(bench: Bench) -> None:
+    ledger = bench.open(prices=None)
+    pool = ledger.budget("team", usd="1.00")
+
+    @ledger.tool(kind="model", max_usd="0.40")
+    def ask() -> str:
+        current_step().record_usage(usd="0.30")
+        return "said"
+
+    @ledger.agent(budget=pool)
+    def agent() -> str:
+        return ask()
+
+    ledger.run(agent, run_id="one")
+    bench.clock.advance(1)
+    assert len(ledger.gc(0).runs) == 1
+    (shared,) = ledger.budgets()
+    assert (str(shared.spent_usd), str(shared.reserved_usd)) == ("0.30", "0")
+    ledger.run(agent, run_id="two")
+    assert ledger.verify().findings == []
 
 
 def test_gc_leaves_a_run_that_cannot_be_read_and_says_so(tmp_path: Path) -> None:

@@ -129,6 +129,7 @@ class Forgetting:
         deleted = Forgotten(run_id, str(history.state), self._ended_at(summary), self._payloads(run_id), True, True)
         if is_tried:
             return deleted
+        self._ledger._leases.accounts.settle(run_id)
         with _Visit(self._ledger, summary) as lease:
             now = self._ledger._clock.now()
             stone = Tombstone(run_id, history.size, history.root, self._by, self._reason, now)

@@ -218,7 +218,7 @@ class Operator:
             raise InvalidArguments(f"step is the number of a step, not {shown(step)}; nothing was erased")
         if step is not None and everything:
             raise InvalidArguments("everything is more than one step: give one of them; nothing was erased")
-        check_name("run_id", run_id)
+        check_run_id(run_id)
         doing = Forgetting(self, self._who(by), _reason(reason))  # type: ignore[arg-type] # a Ledger is all this and more
         return doing.forget(run_id, step, everything=everything, is_tried=dry_run, scrub=scrub)
 
