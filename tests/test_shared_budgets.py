@@ -66,7 +66,7 @@ def test_runs_that_share_a_budget_use_no_more_than_it_allows(bench: Bench, way: 
     assert state(ledger) == (Decimal("0.40"), 0)
     way.start(ledger, agent, run_id="two")
     with pytest.raises(
-        BudgetExceededException, match="budget 'team': the call may use 0.3 USD, and of 1 USD 0.2 USD are left"
+        BudgetExceededException, match=r"budget 'team': the call may use 0\.3 USD, and of 1 USD 0\.2 USD are left"
     ):
         way.start(ledger, agent, run_id="three")
     assert ledger.get_run("three").status == "DEAD_LETTER"
@@ -80,12 +80,14 @@ def test_each_day_has_its_own(bench: Bench, way: Way) -> None:
     pool = ledger.budget("team", usd_per_day="0.30")
     agent = way.agent(ledger, asking(metered(ledger, way, "0.10", "0.30"), 1), name="agent", budget=pool)
     way.start(ledger, agent, run_id="today")
-    with pytest.raises(BudgetExceededException, match="0.2 USD are left"):
+    with pytest.raises(BudgetExceededException, match=r"0\.2 USD are left"):
         way.start(ledger, agent, run_id="too much")
     bench.clock.advance(DAY)
     way.start(ledger, agent, run_id="tomorrow")
     today, tomorrow = ledger.budgets()
-    assert today.day is not None and tomorrow.day is not None and today.day < tomorrow.day
+    assert today.day is not None
+    assert tomorrow.day is not None
+    assert today.day < tomorrow.day
     assert (today.spent_usd, tomorrow.spent_usd) == (Decimal("0.10"), Decimal("0.10"))
 
 
@@ -94,9 +96,9 @@ def test_a_budget_of_each_run_and_a_shared_one_hold_both(bench: Bench, way: Way)
     pool = ledger.budget("team", usd="1.00")
     own = Budget(usd="0.50", within=pool)
     agent = way.agent(ledger, asking(metered(ledger, way, "0.20", "0.20"), 9), name="agent", budget=own)
-    with pytest.raises(BudgetExceededException, match="of 0.5 USD 0.1 USD are left"):
+    with pytest.raises(BudgetExceededException, match=r"of 0\.5 USD 0\.1 USD are left"):
         way.start(ledger, agent, run_id="one")
-    with pytest.raises(BudgetExceededException, match="of 0.5 USD 0.1 USD are left"):
+    with pytest.raises(BudgetExceededException, match=r"of 0\.5 USD 0\.1 USD are left"):
         way.start(ledger, agent, run_id="two")
     with pytest.raises(BudgetExceededException, match=r"budget 'team': 1 USD of 1 USD are spent"):
         way.start(ledger, agent, run_id="three")
@@ -176,7 +178,8 @@ def test_a_call_waits_where_only_what_others_may_use_stands_in_its_way(bench: Be
     waits = threading.Thread(target=way.start, args=(other, second), kwargs={"run_id": "second"})
     waits.start()
     waits.join(0.3)
-    assert waits.is_alive() and bench.kinds("second") == ["created"]
+    assert waits.is_alive()
+    assert bench.kinds("second") == ["created"]
     may_answer.set()
     for each in (begins, waits):
         each.join(LONG)
@@ -217,7 +220,8 @@ def test_a_run_that_waits_for_room_can_be_cancelled(bench: Bench, way: Way) -> N
         waits.join(0.01)
     ledger.cancel("second")
     waits.join(LONG)
-    assert not waits.is_alive() and len(ends) == 1
+    assert not waits.is_alive()
+    assert len(ends) == 1
     assert ledger.get_run("second").status == "CANCELLED"
     may_answer.set()
     begins.join(LONG)
@@ -262,17 +266,52 @@ def test_a_crash_between_grant_and_intent_is_granted_once(
     assert state(ledger) == (0, Decimal("0.3"))
     bench.owners_die()
     again = bench.open()
-    tool = metered(again, way, "0.1", "0.3")
+    seen: list[tuple[Decimal, Decimal]] = []
+
+    def ask() -> None:
+        seen.append(state(again))
+        current_step().record_usage(usd="0.1")
+
+    tool = way.tool(again, ask, kind="model", max_usd="0.3")
     way.start(again, way.agent(again, asking(tool, 1), name="agent", budget=again.budget("team", usd=1)))
+    assert seen == [(0, Decimal("0.3"))]
     assert state(again) == (Decimal("0.1"), 0)
-    (account,) = [each.account for each in again.budgets()]
-    assert bench.kinds(account).count("granted") == 1
+
+
+def test_what_a_dead_process_reserved_keeps_no_other_waiting_for_ever(bench: Bench, way: Way) -> None:
+    ledger = bench.open()
+    dies = way.tool(ledger, Tool(Died()), name="dies", kind="model", max_usd="0.8")
+    pool = ledger.budget("team", usd="1.0")
+    with pytest.raises(Died):
+        way.start(ledger, way.agent(ledger, asking(dies, 1), name="first", budget=pool), run_id="first")
+    bench.owners_die()
+    other = bench.open()
+    ask = metered(other, way, "0.1", "0.3")
+    second = way.agent(other, asking(ask, 1), name="second", budget=other.budget("team", usd="1.0"))
+    with pytest.raises(BudgetExceededException, match=r"0\.8 USD of it by calls of which nobody knows how they ended"):
+        way.start(other, second, run_id="second")
+
+
+def test_nor_does_a_run_wait_for_what_its_own_dead_process_reserved(bench: Bench, way: Way) -> None:
+    model = Tool(Died(), "said")
+    ledger = bench.open()
+    tool = way.tool(ledger, model, name="ask", kind="model", max_usd="0.8")
+    agent = way.agent(ledger, asking(tool, 1), name="agent", budget=ledger.budget("team", usd="1.0"))
+    with pytest.raises(Died):
+        way.start(ledger, agent)
+    bench.owners_die()
+    again = bench.open()
+    tool = way.tool(again, model, name="ask", kind="model", max_usd="0.8")
+    agent = way.agent(again, asking(tool, 1), name="agent", budget=again.budget("team", usd="1.0"))
+    with pytest.raises(BudgetExceededException, match=r"of 1 USD 0\.2 USD are left"):
+        way.start(again, agent)
+    assert model.calls == 1
 
 
 def test_what_was_granted_and_never_begun_is_free_once_the_run_has_ended(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ledger = bench.open(budget=None)
+    ledger = bench.open()
     perform = SyncDriver.perform
 
     def dies(self: SyncDriver, effect: Any) -> Any:
@@ -281,7 +320,6 @@ def test_what_was_granted_and_never_begun_is_free_once_the_run_has_ended(
             raise Died
         return answer
 
-    ledger.agent(budget=ledger.budget("team", usd="1"))(Tool())
     pool = ledger.budget("team", usd="1")
 
     @ledger.tool(kind="model", max_usd="0.3")
@@ -341,7 +379,7 @@ def test_the_runs_that_a_run_begins_draw_on_its_budget(bench: Bench, way: Way) -
             yield child(number)
 
     parent = way.agent(ledger, body, name="parent", budget=Budget(usd="1.0"))
-    with pytest.raises(StepFailed, match="the budget of run 'run' and its children: the call may use 0.3 USD"):
+    with pytest.raises(StepFailed, match=r"the budget of run 'run' and its children: the call may use 0\.3 USD"):
         way.start(ledger, parent)
     assert state(ledger, None) == (Decimal("0.80"), 0)
     assert ledger.get_run("run").spent_usd == Decimal("0.20")
@@ -349,7 +387,7 @@ def test_the_runs_that_a_run_begins_draw_on_its_budget(bench: Bench, way: Way) -
 
 
 def test_what_was_in_flight_when_the_first_child_began_counts(bench: Bench) -> None:
-    ledger = bench.open()
+    ledger = bench.on_real_time().open()
     is_asked, may_answer = threading.Event(), threading.Event()
 
     @ledger.tool(kind="model", max_usd="0.5")
@@ -442,7 +480,7 @@ def test_names_of_budgets_are_names(name: str, tmp_path: Path) -> None:
     "limits", [{}, {"usd": 0}, {"usd": -1}, {"tokens": 0}, {"usd_per_day": "much"}, {"tokens": 1.5}]
 )
 def test_a_budget_allows_something(limits: dict[str, Any], tmp_path: Path) -> None:
-    with AgentRunLedger(tmp_path / "agent.db") as ledger, pytest.raises(ValueError):
+    with AgentRunLedger(tmp_path / "agent.db") as ledger, pytest.raises(ValueError, match=r"[bB]udget"):
         ledger.budget("team", **limits)
 
 
@@ -490,7 +528,8 @@ def test_the_command_line_lists_them(
         way.start(ledger, way.agent(ledger, lambda: (yield child()), name="parent", budget=body))
     status, text, _ = shell("--db", str(path), "budgets")
     lines = [line.split() for line in text.splitlines()]
-    assert status == 0 and [line[0] for line in lines] == ["BUDGET", "team", "team", "run"]
+    assert status == 0
+    assert [line[0] for line in lines] == ["BUDGET", "team", "team", "run"]
     status, text, _ = shell("--db", str(path), "budgets", "--json")
     found = json.loads(text)
     assert [(each["name"], each["usd"], each["spent_usd"]) for each in found] == [

@@ -23,6 +23,7 @@ from agent_run_ledger import (
     Run,
     RunClosed,
     RunOwned,
+    RunState,
     StepFailed,
     current_run,
 )
@@ -57,6 +58,8 @@ def judge(rows: list[Row], limit: Budget, used: int, *, keeps: bool = True) -> A
             reserved, charged = held.pop(position), Amount.read(body.get("charges", {}))
             assert ("overran" in body) == (charged.tokens > reserved.tokens or charged.usd > reserved.usd)
             spent = spent.plus(charged)
+        if RunState(body["state"]).is_terminal:  # of what has no outcome by now nobody will ever know more
+            spent, held = together(spent, held), {}
         assert Amount.read(body.get("spent", {})) == spent, f"entry {row.seq} says another sum"
         is_over = is_over or spent.tokens > most.tokens or spent.usd > most.usd
         committed = together(spent, held)
@@ -68,6 +71,22 @@ def judge(rows: list[Row], limit: Budget, used: int, *, keeps: bool = True) -> A
         assert used <= committed.tokens, "more was used than the ledger knows of"
         assert RATE * used <= committed.usd
     return committed
+
+
+def judge_account(rows: list[Row], limit: Budget) -> Amount:
+    """Hold the account of a budget that runs share to what it allows, entry by entry, likewise. Returns what is spent and reserved at last."""
+    spent, held = NOTHING, dict[str, Amount]()
+    for row in rows:
+        body = json.loads(row.body)
+        if row.kind == "granted":
+            held[json.dumps(body["grant"])] = Amount.read(body["holds"])
+        elif row.kind == "settled":
+            assert held.pop(json.dumps(body["grant"])).tokens >= body["charges"].get("tokens", 0)
+            spent = spent.plus(Amount.read(body["charges"]))
+        committed = together(spent, held)
+        assert committed.tokens <= (limit.tokens or 0), f"entry {row.seq} passes the limit of tokens"
+        assert committed.usd <= Decimal(limit.usd or 0), f"entry {row.seq} passes the limit of dollars"
+    return together(spent, held)
 
 
 def together(spent: Amount, held: dict[str, Amount]) -> Amount:
@@ -85,10 +104,14 @@ KEEPING, OVERRUNNING = [f"keeps-{number}" for number in range(6)], [f"overruns-{
 """Runs whose calls keep to their maxima, and runs in which one in four does not."""
 
 
-def work(outside: str, path: str, name: str) -> None:
+SHARING = [f"shares-{number}" for number in range(8)]
+"""Runs of which none has a limit of its own: together they may use as much as one of the others."""
+
+
+def work(outside: str, path: str, name: str, shares: str = "") -> None:
     """One process: goes on with whatever run it gets hold of, until all have ended, and tells the outside of every call.
 
-    A note is one write to the pipe `outside`, which no death takes back.
+    A note is one write to the pipe `outside`, which no death takes back. If it `shares`, all runs have one budget together.
     """
     draw = random.Random(name)
     fd = os.open(outside, os.O_WRONLY)
@@ -123,15 +146,18 @@ def work(outside: str, path: str, name: str) -> None:
             number += 1
             spend(5 + (first + number) % 4 * 9, number)
 
-    with AgentRunLedger(path, max_steps=1000, budget=LIMIT, prices=PRICES, durability="process") as ledger:
+    terms: dict[str, Any] = {"max_steps": 1000, "prices": PRICES, "durability": "process"}
+    terms |= {"lease_seconds": 2, "heartbeat_seconds": 0.2} if shares else {"budget": LIMIT}
+    with AgentRunLedger(path, **terms) as ledger:
+        pool = ledger.budget("all", tokens=LIMIT.tokens, usd=LIMIT.usd) if shares else None
 
-        @ledger.agent()
+        @ledger.agent(budget=pool)
         def agent(run: Run) -> None:
-            for number in range(9):
+            for number in range(1 if shares else 9):
                 spend(LARGE, number)
             run.gather(*[partial(branch, number) for number in range(BRANCHES)])
 
-        left = [*KEEPING, *OVERRUNNING]
+        left = list(SHARING) if shares else [*KEEPING, *OVERRUNNING]
         while left:
             run_id = draw.choice(left)
             try:

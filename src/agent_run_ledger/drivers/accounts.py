@@ -6,7 +6,6 @@ import os
 import threading
 from collections.abc import Mapping
 from contextlib import suppress
-from functools import partial
 
 from agent_run_ledger.contract import Clock, Lease, Store
 from agent_run_ledger.drivers import reading
@@ -16,7 +15,7 @@ from agent_run_ledger.engine.effects import Draw
 from agent_run_ledger.engine.history import History
 from agent_run_ledger.engine.live import LiveRun
 from agent_run_ledger.engine.log import Draft, seal
-from agent_run_ledger.engine.sharing import Uses
+from agent_run_ledger.engine.sharing import Asked, Uses
 from agent_run_ledger.errors import InvalidArguments, LeaseLost, RunNotFound, RunOwned, StoreError
 from agent_run_ledger.model import SharedBudget
 from agent_run_ledger.rules import budget
@@ -51,12 +50,13 @@ class Accounts:
         Raises `InvalidArguments` where a budget is declared nowhere, and a `StoreError`.
         """
         run, most = effect.run, effect.most
-        asked = Grant(run.run_id, effect.call.position, effect.attempt)
+        attempt = Grant(run.run_id, effect.call.position, effect.attempt)
         for account in sharing.accounts(run):
             log_id = sharing.log_of(account, self._clock.now())
             try:
                 with self._lock:
-                    answer = self._draw(account, log_id, run, asked, most)
+                    asked = Asked(attempt, run.token, most, run.refuses_unknown_prices)
+                    answer = self._draw(account, log_id, run, asked)
             except (RunOwned, LeaseLost):  # another owner draws just now
                 return None
             if answer is budget.WAITS:
@@ -85,14 +85,13 @@ class Accounts:
                     with suppress(StoreError):  # the lease runs out by itself
                         self._store.release(log_id, lease.token)
 
-    def _draw(self, account: str, log_id: str, run: LiveRun, asked: Grant, most: Most) -> Most | str:
+    def _draw(self, account: str, log_id: str, run: LiveRun, asked: Asked) -> Most | str:
         limits = run.limits if sharing.parent_of(account) == run.run_id else self._declared.get(account)
-        ask = partial(self._ask, log_id, run, asked, most, limits)
-        if log_id in self._full and (answer := ask()[1]) is budget.WAITS:
+        if log_id in self._full and (answer := self._ask(log_id, run, asked, limits)[1]) is budget.WAITS:
             return answer
         lease = self._claim(account, log_id, limits)
         try:
-            drafts, answer = ask()
+            drafts, answer = self._ask(log_id, run, asked, limits)
             if drafts:
                 self._append(log_id, lease, drafts)
         finally:
@@ -101,13 +100,31 @@ class Accounts:
         (self._full.add if answer is budget.WAITS else self._full.discard)(log_id)
         return answer
 
-    def _ask(
-        self, log_id: str, run: LiveRun, asked: Grant, most: Most, limits: Limits | None
-    ) -> tuple[list[Draft], Most | str]:
+    def _ask(self, log_id: str, run: LiveRun, asked: Asked, limits: Limits | None) -> tuple[list[Draft], Most | str]:
         """What the account would answer now, and the entries for it."""
         book = self._read(log_id)
-        refuses = run.refuses_unknown_prices
-        return sharing.grant(book, asked, most, limits, self._came_to(book), refuses_unknown=refuses)
+        came_to = self._came_to(book)
+        answered = sharing.grant(book, asked, limits, came_to)
+        if answered[1] is budget.WAITS and (lost := self._lost(book, run, asked.grant.position)):
+            answered = sharing.grant(book, asked, limits, came_to, lost)
+        return answered
+
+    def _lost(self, book: History, run: LiveRun, position: str) -> set[Grant]:
+        """The grants for whose outcome nobody waits: whoever asked for them has died, or has lost the run since."""
+        tokens: dict[str, int | None] = {}
+        lost: set[Grant] = set()
+        for grant, token in book.account.under.items():
+            if grant.run_id == run.run_id:
+                is_lost = sharing.is_lost(run, position, grant, token)
+            else:
+                if grant.run_id not in tokens:
+                    head = self._store.head(grant.run_id)
+                    is_owned = head is not None and head.lease_left is not None and head.lease_left > 0
+                    tokens[grant.run_id] = head.token if head is not None and is_owned else None
+                is_lost = tokens[grant.run_id] != token
+            if is_lost:
+                lost.add(grant)
+        return lost
 
     def _claim(self, account: str, log_id: str, limits: Limits | None) -> Lease:
         """Own the account, which is opened where it was not. Raises `RunOwned`."""

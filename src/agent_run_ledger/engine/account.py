@@ -22,13 +22,15 @@ class Account:
     In the log of a budget that runs share, grants reserve and settlements give back, likewise.
     """
 
-    __slots__ = ("_program", "held", "saved", "spent")
+    __slots__ = ("_program", "held", "saved", "spent", "under")
 
     def __init__(self, spent: Amount = NOTHING, held: Mapping[str | Grant, Amount] | None = None) -> None:
         self.spent = spent
         """What calls have used, and what those may have used of which that is not known."""
         self.held: dict[str | Grant, Amount] = dict(held or {})
         """What calls may use that are dispatched and have no outcome, by position."""
+        self.under: dict[Grant, int] = {}
+        """Under which fencing token its run was owned when a call was granted what it may use."""
         self.saved = NOTHING
         """What was not paid again each time another owner's program began anew and was given what is recorded."""
         self._program = 0
@@ -55,9 +57,12 @@ class Account:
             if "charges" in fields:
                 self.spent = self.spent.plus(Amount.read(fields["charges"]))
         elif kind == "granted":
-            self.held[Grant(*fields["grant"])] = Amount.read(fields["holds"])
+            grant = Grant(*fields["grant"])
+            self.held[grant], self.under[grant] = Amount.read(fields["holds"]), fields["under"]
         elif kind == "settled":
-            self.held.pop(Grant(*fields["grant"]), None)
+            grant = Grant(*fields["grant"])
+            self.held.pop(grant, None)
+            self.under.pop(grant, None)
             self.spent = self.spent.plus(Amount.read(fields["charges"]))
 
     def closed(self) -> None:

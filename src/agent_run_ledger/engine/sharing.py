@@ -6,9 +6,9 @@ call may use, and `settled` what that attempt has come to, as its own run's log 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, NamedTuple
 
 from agent_run_ledger.contract import Row
 from agent_run_ledger.engine.account import Grant
@@ -68,6 +68,22 @@ def accounts(run: LiveRun) -> tuple[str, ...]:
     return (*shared, of_children(run.run_id)) if run.history.begins_runs and limits.are_of_calls else shared
 
 
+class Asked(NamedTuple):
+    """What a run asks of an account, for one attempt of a call."""
+
+    grant: Grant
+    token: int
+    """The fencing token under which the run is owned."""
+    most: Most
+    refuses_unknown: bool
+    """Whether a call is refused of which nothing says what it may cost."""
+
+
+def is_lost(run: LiveRun, position: str, other: Grant, token: int) -> bool:
+    """Whether nobody waits any more for the outcome of another attempt of this very run: the call at `position` is to be made now."""
+    return token != run.token or other.position == position or other.position not in run.made
+
+
 # --- what an account grants -------------------------------------------------------------------------------------------
 
 
@@ -78,41 +94,43 @@ def opened(account: str, log_id: str, limits: Limits) -> Draft:
 
 
 def grant(
-    account: History,
-    asked: Grant,
-    most: Most,
-    limits: Limits | None,
-    came_to: Mapping[Grant, Amount],
-    *,
-    refuses_unknown: bool,
+    account: History, asked: Asked, limits: Limits | None, came_to: Mapping[Grant, Amount], lost: Collection[Grant] = ()
 ) -> tuple[list[Draft], Most | str]:
     """What the account answers to a call that may use so much, and the entries for it: the part that it may use, or why it may not begin.
 
-    `limits` are what the account allows from now on; None: what its log says. `came_to` is what is known of earlier grants. The
-    answer is `budget.WAITS` where the call would fit if they came to nothing. Asked again, for the same attempt, it grants the same.
+    `limits` are what the account allows from now on; None: what its log says. `came_to` is what is known of earlier grants, and of
+    `lost` ones it is known that nobody waits for their outcome. The answer is `budget.WAITS` where the call would fit if the others
+    came to nothing. Asked again, for the same attempt, it grants the same.
     """
     drafts: list[Draft] = []
-    if limits is None or (limits.tokens, limits.usd) == (account.granted.tokens, account.granted.usd):
+    if limits is None or limits.of_calls == account.granted.of_calls:
         limits = account.granted
     else:
         drafts.append(Draft("limited", None, _written(limits)))
+    most = asked.most
     spent, held = account.account.spent, dict(account.account.held)
     for each, amount in came_to.items():
         if held.pop(each, None) is not None:
             spent = spent.plus(amount)
             drafts.append(settled(each, amount))
-    mine = held.pop(asked, None)
-    if isinstance(mine, Amount) and _covers(mine, most):
+    mine = held.pop(asked.grant, None)
+    if mine is not None and _covers(mine, most) and account.account.under[asked.grant] == asked.token:
         return drafts, _part(limits, mine, most)
-    others = NOTHING
-    for amount in held.values():
-        others = others.plus(amount)
-    if limits.usd is not None and most.usd is None and refuses_unknown:
+    others = unknown = NOTHING
+    for one, amount in held.items():
+        if one in lost:
+            unknown = unknown.plus(amount)
+        else:
+            others = others.plus(amount)
+    if limits.usd is not None and most.usd is None and asked.refuses_unknown:
         return drafts, "nothing says what the call may cost: its model has no known price, or its request no bound"
+    spent = spent.plus(unknown)
     answer = budget.overspent(limits, spent) or budget.reserve(limits, spent, others, most)
     if isinstance(answer, str):
+        if answer is not budget.WAITS and unknown != NOTHING:
+            answer = f"{answer} ({unknown.in_words} of it by calls of which nobody knows how they ended)"
         return drafts, answer
-    drafts.append(granted(asked, answer))
+    drafts.append(granted(asked.grant, asked.token, answer))
     return drafts, _part(limits, answer, most)
 
 
@@ -130,14 +148,14 @@ def shown(account: History, came_to: Mapping[Grant, Amount]) -> SharedBudget:
     return SharedBudget(log_id, name, day, parent, limits.tokens, limits.usd, *spent, *held)
 
 
-def granted(asked: Grant, amount: Amount) -> Draft:
-    """The entry that says what an attempt may use."""
-    return Draft("granted", None, {"grant": list(asked), "holds": amount.written()})
+def granted(attempt: Grant, token: int, amount: Amount) -> Draft:
+    """The entry that says what an attempt may use, and under which fencing token its run is owned."""
+    return Draft("granted", None, {"grant": list(attempt), "under": token, "holds": amount.written()})
 
 
-def settled(asked: Grant, amount: Amount) -> Draft:
+def settled(attempt: Grant, amount: Amount) -> Draft:
     """The entry that says what it has used."""
-    return Draft("settled", None, {"grant": list(asked), "charges": amount.written()})
+    return Draft("settled", None, {"grant": list(attempt), "charges": amount.written()})
 
 
 def _written(limits: Limits) -> dict[str, Any]:
@@ -171,8 +189,8 @@ class Uses:
         self.before: list[Draft] = []
         """What the run had used, and reserved, when it began its first child."""
         self._spent = NOTHING
-        self._at_work: dict[str, tuple[Grant, Amount]] = {}
-        """The attempts that have no outcome, by position."""
+        self._at_work: dict[str, tuple[Grant, int, Amount]] = {}
+        """The attempts that have no outcome, by position: under which token they were dispatched, and what they have reserved."""
         self._ended: dict[Grant, Amount] = {}
         self._is_over = False
 
@@ -183,12 +201,12 @@ class Uses:
             position = row.position or ""
             if row.kind == "intent":
                 if position in self._at_work and "late" not in body:
-                    self._end(*self._at_work.pop(position))
-                self._at_work[position] = (
-                    Grant(self.run_id, position, body["attempt"]), Amount.read(body.get("holds", {})),
-                )  # fmt: skip
+                    attempt, _, holds = self._at_work.pop(position)
+                    self._end(attempt, holds)
+                attempt, holds = Grant(self.run_id, position, body["attempt"]), Amount.read(body.get("holds", {}))
+                self._at_work[position] = attempt, body["token"], holds
                 if "begins" in body and not self.before:
-                    at_work = [granted(*each) for each in self._at_work.values() if each[1] != NOTHING]
+                    at_work = [granted(*each) for each in self._at_work.values() if each[2] != NOTHING]
                     self.before = [settled(Grant(self.run_id, "", 0), self._spent), *at_work]
             elif row.kind == "outcome":
                 self._at_work.pop(position, None)
@@ -208,5 +226,5 @@ class Uses:
         """What this attempt has used; None where that is not known yet. One that was never made has used nothing."""
         if asked in self._ended or not self._is_over:
             return self._ended.get(asked)
-        attempt, holds = self._at_work.get(asked.position, (None, NOTHING))
+        attempt, _, holds = self._at_work.get(asked.position, (None, 0, NOTHING))
         return holds if attempt == asked else NOTHING

@@ -24,6 +24,12 @@ class Amount(NamedTuple):
     def minus(self, other: Amount) -> Amount:
         return self.plus(Amount(-other.tokens, other.usd.copy_negate()))
 
+    @property
+    def in_words(self) -> str:
+        """`1,200 tokens and 0.5 USD`; what is nothing is left out."""
+        parts = (("tokens", self.tokens), ("usd", self.usd))
+        return " and ".join(_named(name, amount) for name, amount in parts if amount) or "nothing"
+
     def written(self) -> dict[str, Any]:
         """As it stands in an entry; what is nothing is left out."""
         named: dict[str, Any] = {"tokens": self.tokens} if self.tokens else {}
