@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import sqlite3
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -113,3 +115,61 @@ def test_names_of_any_kind_are_shown_safely(shell: Shell, db: Path, name: str) -
         status, out, err = shell("--db", db, *arguments)
         assert (status, err) == (0, "")
         assert is_safe(out)
+
+
+# --- encrypted --------------------------------------------------------------------------------------------------------
+
+KEYS = """
+from agent_run_ledger import Encryption
+
+keys = {"2026-10": b"o" * 32, "2026-11": b"n" * 32}
+old = Encryption(key_id="2026-10", key=keys.__getitem__)
+new = Encryption(key_id="2026-11", key=keys.__getitem__)
+"""
+
+
+@pytest.fixture
+def keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of a module that has keys."""
+    name = f"keys_{abs(hash(tmp_path))}"
+    (tmp_path / f"{name}.py").write_text(KEYS)
+    monkeypatch.syspath_prepend(tmp_path)
+    return name
+
+
+def test_every_command_takes_keys_and_says_what_it_lacks_without_them(shell: Shell, tmp_path: Path, keys: str) -> None:
+    db = tmp_path / "encrypted.db"
+    with AgentRunLedger(db, encryption=made(keys).old) as ledger, ledger.open_run(SECRET, "one") as run:
+        run.step("pay", {"card": SECRET}, lambda card: card)
+    assert SECRET in shell("--db", db, "--keys", f"{keys}:old", "show", "one")[1]
+    assert SECRET in shell("--db", db, "show", "one", "--keys", f"{keys}:old")[1]
+    assert "encrypted under the key '2026-10'" in shell.refused("--db", db, "show", "one")
+    assert "encrypted under the key '2026-10'" in shell.refused("--db", db, "forget", "one", "--yes")
+    status, out, _ = shell("--db", db, "runs")
+    assert (status, "one" in out, SECRET in out) == (0, True, False)
+    status, out, _ = shell("--db", db, "verify")
+    assert (status, "4 payloads could not be checked" in out) == (0, True)
+    status, out, _ = shell("--db", db, "verify", "--keys", f"{keys}:old")
+    assert (status, "could not be checked" in out) == (0, False)
+    assert shell("--db", db, "doctor", "--keys", f"{keys}:old")[0] == 0
+    assert "several" in shell.refused("--db", db, "--keys", keys, "runs")
+    assert "has no 'neither'" in shell.refused("--db", db, "--keys", f"{keys}:neither", "runs")
+
+
+def test_rewrap_seals_all_keys_anew_with_yes(
+    shell: Shell, tmp_path: Path, keys: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    db = tmp_path / "encrypted.db"
+    with AgentRunLedger(db, encryption=made(keys).old) as ledger, ledger.open_run(SECRET, "one"):
+        pass
+    assert "which keys?" in shell.refused("--db", db, "rewrap", "--yes")
+    monkeypatch.setenv("AGENT_RUN_LEDGER_KEYS", f"{keys}:new")
+    assert shell("--db", db, "rewrap")[0] == 3
+    assert shell.json("--db", db, "rewrap", "--yes")["runs"] == ["one"]
+    assert shell.json("--db", db, "rewrap", "--yes")["runs"] == []
+    assert "Done: no runs." in shell("--db", db, "rewrap", "--yes")[1]
+    assert SECRET in shell("--db", db, "show", "one")[1]
+
+
+def made(module: str) -> Any:
+    return importlib.import_module(module)

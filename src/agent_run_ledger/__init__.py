@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from agent_run_ledger.errors import InvalidArguments as InvalidArguments
     from agent_run_ledger.errors import InvalidName as InvalidName
     from agent_run_ledger.errors import InvalidPipeline as InvalidPipeline
+    from agent_run_ledger.errors import KeyUnavailable as KeyUnavailable
     from agent_run_ledger.errors import LeaseLost as LeaseLost
     from agent_run_ledger.errors import LedgerError as LedgerError
     from agent_run_ledger.errors import NotALedger as NotALedger
@@ -80,6 +81,7 @@ if TYPE_CHECKING:
     from agent_run_ledger.model import PlannedAction as PlannedAction
     from agent_run_ledger.model import Receipt as Receipt
     from agent_run_ledger.model import RetryPolicy as RetryPolicy
+    from agent_run_ledger.model import Rewrapped as Rewrapped
     from agent_run_ledger.model import RunRecord as RunRecord
     from agent_run_ledger.model import RunState as RunState
     from agent_run_ledger.model import SharedBudget as SharedBudget
@@ -103,6 +105,7 @@ if TYPE_CHECKING:
     from agent_run_ledger.rules.names import sanitize_identifier as sanitize_identifier
     from agent_run_ledger.run import Run as Run
     from agent_run_ledger.run import current_run as current_run
+    from agent_run_ledger.stores.encryption import Encryption as Encryption
     from agent_run_ledger.usage import Usage as Usage
 else:
     _HOMES = {
@@ -134,6 +137,7 @@ else:
         "InvalidArguments": "errors",
         "InvalidName": "errors",
         "InvalidPipeline": "errors",
+        "KeyUnavailable": "errors",
         "LeaseLost": "errors",
         "LedgerError": "errors",
         "NotALedger": "errors",
@@ -176,6 +180,7 @@ else:
         "Spending": "model",
         "Explanation": "model",
         "Evidence": "model",
+        "Encryption": "stores.encryption",
         "Cost": "model",
         "BlockedCall": "model",
         "MayRepeat": "model",
@@ -186,6 +191,7 @@ else:
         "RetryPolicy": "model",
         "RunRecord": "model",
         "RunState": "model",
+        "Rewrapped": "model",
         "StepRecord": "model",
         "StepState": "model",
         "TreeHead": "model",
@@ -233,6 +239,7 @@ __all__ = [
     "Collected",
     "CopiedRun",
     "CopyRefused",
+    "Encryption",
     "Cost",
     "Effect",
     "EffectConflict",
@@ -247,6 +254,7 @@ __all__ = [
     "InvalidArguments",
     "InvalidName",
     "InvalidPipeline",
+    "KeyUnavailable",
     "LeaseLost",
     "LedgerError",
     "LoopDetectorPolicy",
@@ -289,6 +297,7 @@ __all__ = [
     "StepContext",
     "StepFailed",
     "StepInDoubt",
+    "Rewrapped",
     "StepRecord",
     "StepState",
     "StoreBusy",

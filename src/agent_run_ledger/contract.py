@@ -13,6 +13,22 @@ if TYPE_CHECKING:
     from agent_run_ledger.errors import LedgerError
 
 
+SECRET_BYTES = 32
+"""The length of a run's secret. What is kept in its place and is longer is sealed under a key that somebody else keeps."""
+SEALED = b"ARLK\x01"
+"""What a sealed secret begins with; then come the length of its key's id in one byte, that id, and what was sealed."""
+AES_GCM = "aes-256-gcm"
+"""The encoding of what is kept encrypted: `Row.encoding`."""
+
+
+def sealed_under(secret: bytes) -> str | None:
+    """The id of the key under which a run's secret is sealed; None where it is plain."""
+    if len(secret) <= SECRET_BYTES or not secret.startswith(SEALED):
+        return None
+    begin = len(SEALED) + 1
+    return secret[begin : begin + secret[begin - 1]].decode(errors="replace")
+
+
 class Clock(Protocol):
     """The three times a ledger needs. `testing.FakeClock` is one that a test can move."""
 
@@ -310,7 +326,10 @@ class Store(Queues, Protocol):
         """The run's head, or None where there is no such run."""
 
     def secret(self, run_id: str) -> bytes:
-        """The run's secret; empty where it was erased."""
+        """The run's secret as it was given; empty where it was erased."""
+
+    def reseal(self, run_id: str, sealed: bytes, anew: bytes) -> bool:
+        """Put `anew` in the place of a run's sealed secret, on stable storage. False where another one stands there, or a plain one."""
 
     def summaries(self, run_id: str | None = None) -> Iterator[Summary]:
         """One summary per run, oldest first; of one run where `run_id` is given. Reads in pages, holds no transaction in between."""

@@ -462,6 +462,22 @@ class NotALedger(StoreError):
     """The file is not a ledger of this library. It was not changed. Check the path."""
 
 
+class KeyUnavailable(StoreError):
+    """What the run has kept is encrypted, and its key is not here. Nothing was written. Open the ledger with `encryption=` that has the key.
+
+    Without it `runs` lists the run, and `verify` checks all but what is encrypted.
+    """
+
+    def __init__(self, run_id: str, key_id: str | None, why: str = "the ledger was opened without encryption=") -> None:
+        which = f"under the key {key_id!r}" if key_id is not None else "under a key of unknown name"
+        super().__init__(
+            f"run {run_id!r} is encrypted {which}, which is not here ({why}); nothing was written. Open the ledger with the encryption= "
+            "that has it (on the command line: --keys MODULE:NAME)."
+        )
+        self.run_id = run_id
+        self.key_id = key_id
+
+
 class StoreCorrupt(StoreError):
     """The database is damaged or truncated. It was not changed. Restore it from a backup; keep this file for inspection."""
 

@@ -24,6 +24,7 @@ from agent_run_ledger.engine.log import Draft
 from agent_run_ledger.errors import (
     InvalidArguments,
     InvalidName,
+    KeyUnavailable,
     LeaseLost,
     NotDurableWarning,
     RunClosed,
@@ -68,6 +69,7 @@ if TYPE_CHECKING:
 
     from agent_run_ledger.drivers.asynchronous import AsyncDriver
     from agent_run_ledger.prices import Prices
+    from agent_run_ledger.stores.encryption import Encryption
 
 Durability = Literal["full", "process"]
 
@@ -143,6 +145,7 @@ class Ledger(Operator):
         payload_limit: int,
         min_free_bytes: int | None,
         outage_seconds: float,
+        encryption: Encryption | None,
         clock: Clock | None,
     ) -> None:
         if durability not in ("full", "process"):
@@ -183,6 +186,9 @@ class Ledger(Operator):
         if clock is None and self._store.is_remote:
             # Timers, and what is written down, are by one clock for all who share the store, whatever their machines say.
             self._clock = getattr(self._store, "clock", self._clock)
+        self._encryption = encryption
+        if encryption is not None:
+            self._store = _encrypted(self._store, encryption)
         self._outage_seconds = outage_seconds
         self._durability = durability
         self._min_free = _min_free(min_free_bytes)
@@ -264,8 +270,12 @@ class Ledger(Operator):
     # --- looking ------------------------------------------------------------------------------------------------------
 
     def get_run(self, run_id: str) -> RunRecord:
-        """The run as it stands. Raises `RunNotFound`."""
-        return self._record(self._summary(run_id))
+        """The run as it stands. Raises `RunNotFound`, and `KeyUnavailable` where it is encrypted and its key is not here."""
+        summary = self._summary(run_id)
+        if summary.first.encoding is not None or summary.last.encoding is not None:
+            reading.opened(self._store, run_id)
+            self._store.read(run_id)  # which is damaged, then
+        return self._record(summary)
 
     def runs(self, status: str | None = None) -> list[RunRecord]:
         """All runs, oldest first; those in one state where `status` names it. Nobody may act upon a damaged run: it is in none."""
@@ -314,7 +324,7 @@ class Ledger(Operator):
         A database without a tree head kept elsewhere proves only that it agrees with itself: who can write the file can rebuild it.
         """
         findings: list[Finding] = []
-        entries = number = 0
+        entries = number = unchecked = 0
         if run_id is None:
             findings += [Finding("", None, "storage", message) for message in self._store.check()]
             ids: Iterator[str] = (summary.head.run_id for summary in self._store.summaries())
@@ -322,10 +332,10 @@ class Ledger(Operator):
             ids = iter((check_name("run_id", run_id),))
         for each in ids:
             try:
-                auditor = audit.Audit(each, self._store.secret(each))
-                for page in reading.pages(self._store, each):
-                    for row in page:
-                        auditor.take(reading.whole(self._store, each, row))
+                secret, rows = reading.as_far_as_it_opens(self._store, each)
+                auditor = audit.Audit(each, secret)
+                for row in rows:
+                    auditor.take(row)
                 head = self._store.head(each)  # after the entries, than which it may not be older
             except StoreCorrupt as error:
                 findings.append(Finding(each, None, "storage", str(error)))
@@ -334,12 +344,13 @@ class Ledger(Operator):
                 if run_id is None:
                     continue  # deleted since it was listed
                 raise reading.absent(self._store, each)
-            findings += auditor.end(head, self._store.inbox(each, 0))
+            findings += auditor.end(head, reading.behind(self._store).inbox(each, 0))
             entries += auditor.leaves
             number += 1
+            unchecked += auditor.unchecked
             if told is not None:
                 told(entries)
-        return VerificationReport(not findings, findings, entries, number)
+        return VerificationReport(not findings, findings, entries, number, unchecked)
 
     def tree_head(self, run_id: str) -> TreeHead:
         """The size and root of the run's tree as it is now. Raises `RunNotFound`."""
@@ -355,7 +366,7 @@ class Ledger(Operator):
             record.cause is None and record.status == RunState.BLOCKED and summary.last.kind not in ("waiting", "asked")
         ):
             # something came in since it was parked: a signal, or the outcome of a step beside the one in doubt
-            with suppress(StoreCorrupt):
+            with suppress(StoreCorrupt, KeyUnavailable):
                 record.cause = reading.read(self._store, record.run_id).cause_text
         return record
 
@@ -378,7 +389,7 @@ class Ledger(Operator):
         if not store.read(check_name("run_id", run_id), limit=1, payloads_up_to=0):
             raise reading.absent(store, run_id)
         read, fetch = partial(reading.pages, store, run_id), partial(store.payload, run_id)
-        return damage.readable(run_id, store.secret(run_id), read, fetch)
+        return damage.readable(run_id, reading.opened(store, run_id), read, fetch)
 
     # --- acting -------------------------------------------------------------------------------------------------------
 
@@ -427,6 +438,8 @@ class Ledger(Operator):
                 "a ledger in memory that nobody else has would be gone at once: give a path, or an open ledger"
             )
         store = open_store(to, durability="full", clock=self._clock, outage_seconds=self._outage_seconds)
+        if self._encryption is not None:
+            store = _encrypted(store, self._encryption)
         try:
             return Copying(self, store, told).run(run_id, children=children)
         finally:
@@ -497,7 +510,7 @@ class AgentRunLedger(Fleet, Ledger):
 
     `db_path` is a file, `":memory:"`, or a store. `max_steps` limits each run, `loop_threshold` equal calls with an equal outcome
     trip the breaker. `durability="full"` survives a power cut, `"process"` any death of the process. `owner` is a label for people.
-    A PostgreSQL server that cannot be reached is waited for, for `outage_seconds`.
+    A PostgreSQL server that cannot be reached is waited for, for `outage_seconds`. With an `encryption` new runs are encrypted.
 
     >>> ledger = AgentRunLedger("agent.db")
     >>> run_id = ledger.create_run(goal="Reconcile October invoices")
@@ -525,6 +538,7 @@ class AgentRunLedger(Fleet, Ledger):
         payload_limit: int = PAYLOAD_LIMIT,
         min_free_bytes: int | None = None,
         outage_seconds: float = OUTAGE_SECONDS,
+        encryption: Encryption | None = None,
         clock: Clock | None = None,
     ) -> None:
         if policy is not None and loop_threshold is not _LOOP_THRESHOLD:
@@ -553,6 +567,7 @@ class AgentRunLedger(Fleet, Ledger):
             payload_limit=payload_limit,
             min_free_bytes=min_free_bytes,
             outage_seconds=outage_seconds,
+            encryption=encryption,
             clock=clock,
         )
         self._agents = {}
@@ -575,7 +590,12 @@ class AgentRunLedger(Fleet, Ledger):
 
     @classmethod
     def open_read_only(
-        cls, path: str | os.PathLike[str], *, outage_seconds: float = OUTAGE_SECONDS, clock: Clock | None = None
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        outage_seconds: float = OUTAGE_SECONDS,
+        encryption: Encryption | None = None,
+        clock: Clock | None = None,
     ) -> Self:
         """The ledger at `path` to look at, also while agents work on it: it is not made, written or migrated.
 
@@ -591,7 +611,7 @@ class AgentRunLedger(Fleet, Ledger):
         store = open_store(
             path, durability="full", clock=clock or SystemClock(), outage_seconds=outage_seconds, read_only=True
         )
-        return cls(store, outage_seconds=outage_seconds, clock=clock)
+        return cls(store, outage_seconds=outage_seconds, encryption=encryption, clock=clock)
 
     @staticmethod
     def migrate(
@@ -887,6 +907,12 @@ def _min_free(given: int | None) -> int:
             f"{where} is a whole number of bytes, at least 0, not {given if given is not None else text!r}"
         )
     return value or 0
+
+
+def _encrypted(store: Store, encryption: Encryption) -> Store:
+    from agent_run_ledger.stores.encrypted import encrypted
+
+    return encrypted(store, encryption)
 
 
 def _close_all() -> None:

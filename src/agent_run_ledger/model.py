@@ -557,6 +557,18 @@ class Collected:
     is_tried: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Rewrapped:
+    """What ``rewrap`` did to the keys of runs; what these have encrypted stays as it is."""
+
+    runs: tuple[str, ...]
+    """Those whose key was under another key before."""
+    left: tuple[tuple[str, str], ...]
+    """Those whose key could not be had, each with the reason."""
+    pending: tuple[str, ...]
+    """What may still hold a key as it was sealed before, as for `Forgotten`."""
+
+
 @dataclass(slots=True)
 class Inspection:
     """One run as closely as it can be looked at, also where entries of it are damaged."""
@@ -675,3 +687,5 @@ class VerificationReport:
     findings: list[Finding]
     entries: int
     runs: int
+    unchecked: int = 0
+    """Payloads that are encrypted under a key that is not here: of them it is known that they are there, and not what they are."""

@@ -14,7 +14,14 @@ from agent_run_ledger.agents import child_of
 from agent_run_ledger.drivers import reading
 from agent_run_ledger.engine import forking, recovery, requests, runs, tracing
 from agent_run_ledger.engine.recovery import Declaration
-from agent_run_ledger.errors import ApprovalMismatch, IllegalTransition, InvalidArguments, RunOwned, StoreCorrupt
+from agent_run_ledger.errors import (
+    ApprovalMismatch,
+    IllegalTransition,
+    InvalidArguments,
+    KeyUnavailable,
+    RunOwned,
+    StoreCorrupt,
+)
 from agent_run_ledger.model import (
     ApprovalRequest,
     Budget,
@@ -23,6 +30,7 @@ from agent_run_ledger.model import (
     Explanation,
     Forgotten,
     PlannedAction,
+    Rewrapped,
     RunRecord,
     RunState,
     TraceLine,
@@ -248,6 +256,27 @@ class Operator:
         doing = Forgetting(self, self._who(by), _reason(reason))  # type: ignore[arg-type] # as above
         return doing.collect(seconds, keep_proofs=keep_proofs, is_tried=dry_run, scrub=scrub)
 
+    def rewrap(self, *, scrub: bool = True) -> Rewrapped:
+        """Seal the key of each encrypted run under the key that new runs get: the `key_id` of this ledger's `encryption`.
+
+        What is encrypted stays as it is, so this costs little; a run that goes on does not notice. Then the old wrapping key is needed
+        by backups only. Raises `InvalidArguments` for a ledger that was opened without `encryption`.
+        """
+        seal = getattr(self._store, "rewrap", None)
+        if seal is None:
+            raise InvalidArguments(
+                "this ledger was opened without encryption=, so it has no key to seal others under; nothing was done"
+            )
+        done, left = [], []
+        for summary in self._store.summaries():
+            run_id = summary.head.run_id
+            try:
+                if seal(run_id):
+                    done.append(run_id)
+            except (KeyUnavailable, StoreCorrupt) as error:
+                left.append((run_id, str(error)))
+        return Rewrapped(tuple(done), tuple(left), tuple(self._store.scrub()) if scrub and done else ())
+
     # --- looking ------------------------------------------------------------------------------------------------------
 
     def dead_letters(self) -> list[RunRecord]:
@@ -272,7 +301,7 @@ class Operator:
         for record in self.runs():
             try:
                 found.append(self._cost(record))
-            except StoreCorrupt as error:
+            except (StoreCorrupt, KeyUnavailable) as error:
                 found.append(costing.unread(record.run_id, record.status, str(error)))
         return costing.together(found)
 
@@ -280,6 +309,7 @@ class Operator:
         from agent_run_ledger.engine import costing
 
         fold = costing.Costing(record.run_id)
+        reading.opened(self._store, record.run_id)
         for page in reading.pages(self._store, record.run_id, payloads_up_to=0):
             for row in page:
                 fold.take(reading.whole(self._store, record.run_id, row) if row.kind in costing.LIMITS_SAID else row)

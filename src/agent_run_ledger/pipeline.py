@@ -28,6 +28,7 @@ from agent_run_ledger.run import park, perform, with_key
 
 if TYPE_CHECKING:
     from agent_run_ledger.prices import Prices
+    from agent_run_ledger.stores.encryption import Encryption
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -255,6 +256,7 @@ class RunLedger(Ledger):
         payload_limit: int = PAYLOAD_LIMIT,
         min_free_bytes: int | None = None,
         outage_seconds: float = OUTAGE_SECONDS,
+        encryption: Encryption | None = None,
         clock: Clock | None = None,
     ) -> None:
         self.run_id = check_name("run_id", run_id)
@@ -279,6 +281,7 @@ class RunLedger(Ledger):
             payload_limit=payload_limit,
             min_free_bytes=min_free_bytes,
             outage_seconds=outage_seconds,
+            encryption=encryption,
             clock=clock,
         )
 

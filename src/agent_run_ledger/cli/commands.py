@@ -14,7 +14,15 @@ from typing import NoReturn
 import agent_run_ledger
 from agent_run_ledger.cli import fleet, places, preflight, supervise
 from agent_run_ledger.cli.options import age, count, number, seconds
-from agent_run_ledger.cli.shell import ERROR, INTERRUPTED, PIPE_CLOSED, VARIABLE, UsageError, without_passwords
+from agent_run_ledger.cli.shell import (
+    ERROR,
+    INTERRUPTED,
+    KEYS_VARIABLE,
+    PIPE_CLOSED,
+    VARIABLE,
+    UsageError,
+    without_passwords,
+)
 from agent_run_ledger.cli.terminal import plain, writable
 
 _EPILOG = f"""\
@@ -110,6 +118,11 @@ def _add_json(parser: argparse.ArgumentParser) -> None:
 def _add_db(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--db", metavar="PLACE", help=f"the ledger: its file, or its address, postgresql://… (default: ${VARIABLE})"
+    )
+    parser.add_argument(
+        "--keys",
+        metavar="MODULE[:NAME]",
+        help=f"where the Encryption is that has the keys of encrypted runs (default: ${KEYS_VARIABLE})",
     )
 
 
@@ -330,8 +343,17 @@ def _add_forgetting(commands: _Commands) -> None:
         "--keep-proofs", action="store_true", help="keep the entries, which still verify, and erase what they have kept"
     )
     gc.add_argument("--dry-run", action="store_true", help="list what would be done, and do nothing")
+    rewrap = commands.add(
+        "rewrap",
+        "forgetting",
+        "Seal the keys of all encrypted runs under the key that new runs get. What they encrypt stays as it is. Then the old key is needed by "
+        "backups only.",
+        "--db agent.db --keys billing.keys rewrap --yes",
+    )
+    rewrap.add_argument("--yes", action="store_true", help="do it; without this it is said what it would do")
     for each in (forget, gc):
         each.add_argument("--reason", metavar="TEXT", default="", help="why, for the log")
+    for each in (forget, gc, rewrap):
         each.add_argument(
             "--no-scrub",
             action="store_true",

@@ -8,7 +8,17 @@ from typing import Any
 
 from agent_run_ledger import AgentRunLedger, Collected, Forgotten
 from agent_run_ledger.cli.preview import is_confirmed, who
-from agent_run_ledger.cli.shell import OK, PREVIEWED, UsageError, command_for, data_of, opened_to_look, path_of
+from agent_run_ledger.cli.shell import (
+    OK,
+    PREVIEWED,
+    PROBLEM,
+    UsageError,
+    command_for,
+    data_of,
+    encryption_of,
+    opened,
+    opened_to_look,
+)
 from agent_run_ledger.cli.terminal import as_json, counted, plain, table, when
 
 
@@ -30,7 +40,7 @@ def forget(given: argparse.Namespace) -> int:
         print(plain(f"This will {does}. It is {tried.status}, and nothing of them can be read or replayed any more.\n"))
     if not _is_wanted(given):
         return _previewed(given, {"does": does, "run": data_of(tried), "is_done": False})
-    with AgentRunLedger(path_of(given)) as ledger:
+    with opened(given) as ledger:
         done = erase(ledger, dry_run=False)
     if given.json:
         print(as_json({"does": does, "run": data_of(done), "is_done": True}))
@@ -60,7 +70,7 @@ def gc(given: argparse.Namespace) -> int:
         return OK
     if not _is_wanted(given):
         return _previewed(given, _data(tried))
-    with AgentRunLedger(path_of(given)) as ledger:
+    with opened(given) as ledger:
         done = collect(ledger, dry_run=False)
     if given.json:
         print(as_json(_data(done)))
@@ -69,6 +79,28 @@ def gc(given: argparse.Namespace) -> int:
     _tell_left([each for each in done.left if each not in tried.left])
     _tell_pending(done.pending)
     return OK
+
+
+def rewrap(given: argparse.Namespace) -> int:
+    if encryption_of(given) is None:
+        raise UsageError("which keys? Give --keys MODULE:NAME, where NAME is an Encryption")
+    if not given.yes:
+        print(
+            as_json({"is_done": False})
+            if given.json
+            else "This will seal keys anew. Nothing was written. With --yes it is done."
+        )
+        return PREVIEWED
+    with opened(given) as ledger:
+        done = ledger.rewrap(scrub=not given.no_scrub)
+    if given.json:
+        left = [{"run_id": run_id, "reason": reason} for run_id, reason in done.left]
+        print(as_json({"runs": done.runs, "left": left, "pending": done.pending, "is_done": True}))
+    else:
+        print(f"Done: {counted(len(done.runs), 'run', 'runs')}.")
+        _tell_left(done.left)
+        _tell_pending(done.pending)
+    return PROBLEM if done.left else OK
 
 
 def _is_wanted(given: argparse.Namespace) -> bool:

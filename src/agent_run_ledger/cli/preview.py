@@ -12,7 +12,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from agent_run_ledger import AgentRunLedger, IllegalTransition, RunMoved, RunState
-from agent_run_ledger.cli.shell import OK, PREVIEWED, command_for, data_of, path_of, run_data
+from agent_run_ledger.cli.shell import OK, PREVIEWED, command_for, data_of, opened, run_data
 from agent_run_ledger.cli.terminal import as_json, labelled, plain
 from agent_run_ledger.cli.tracing import next_start
 
@@ -74,7 +74,7 @@ def perform(given: argparse.Namespace, act: Act) -> int:
     if not (given.yes or (not given.json and is_confirmed(given))):
         print(as_json(data) if given.json else "Nothing was written. With --yes it is done.")
         return PREVIEWED
-    with AgentRunLedger(path_of(given)) as ledger:
+    with opened(given) as ledger:
         made = act.deed(ledger)
         is_done = made is not None or act.is_done(ledger)
         after = ledger.get_run(made or record.run_id)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from agent_run_ledger import merkle
-from agent_run_ledger.contract import Head, Listing, Request, Row
+from agent_run_ledger.contract import AES_GCM, Head, Listing, Request, Row, sealed_under
 from agent_run_ledger.engine.erasing import Spans
 from agent_run_ledger.engine.history import KEPT_BYTES, History
 from agent_run_ledger.engine.log import PAUSES
@@ -67,7 +67,11 @@ class Audit:
         is_bytes = type(secret) is bytes  # a file holds whatever is written into it
         if not is_bytes:
             self.found(None, "secret", f"the run's secret is of type {type(secret).__name__}, it should be bytes")
-        self.secret = secret = secret if is_bytes else b""
+        self.is_sealed = is_bytes and sealed_under(secret) is not None
+        """Whether what the run has kept is encrypted, and its key is not here."""
+        self.unchecked = 0
+        """Payloads that could not be looked at for that."""
+        self.secret = secret = secret if is_bytes and not self.is_sealed else b""
         self.size = 0
         self.leaves = 0
         self.frontier: list[bytes] = []
@@ -101,9 +105,9 @@ class Audit:
         for first, last in self.erased.found:
             which = f"entry {first}" if first == last else f"entries {first} to {last}"
             self.found(first, "erased", f"the payload of {which} is gone, and no later entry says that it was erased")
-        if self.lost_secret and self.secret:
+        if self.lost_secret and (self.secret or self.is_sealed):
             self.found(None, "secret", "an entry says that the run's secret was erased, and it is there")
-        elif self.leaves and not (self.lost_secret or self.secret):
+        elif self.leaves and not (self.lost_secret or self.secret or self.is_sealed):
             self.found(None, "secret", "the run's secret is gone, and no entry says that it was erased")
         self.head(head, [request.id for request in requests])
         return self.findings
@@ -158,7 +162,7 @@ class Audit:
         self.payload(row, body)
         self.moves(row, body)
         self.order(row, body)
-        if row.payload is not None and len(row.payload) > KEPT_BYTES:
+        if row.payload is not None and (len(row.payload) > KEPT_BYTES or row.encoding is not None):
             row = row._replace(payload=None)
         try:
             self.history.absorb(row, body)
@@ -205,6 +209,16 @@ class Audit:
                 self.found(row.seq, "payload", "the payload is erased, and a column that goes with it is not")
             return
         self.kept.add(row.seq)
+        if row.encoding == AES_GCM and self.is_sealed:
+            self.unchecked += 1
+            return
+        if row.encoding == AES_GCM:
+            self.found(
+                row.seq,
+                "payload",
+                "the payload cannot be decrypted: it was not encrypted for this entry, or was changed",
+            )
+            return
         if row.encoding is not None:
             self.found(row.seq, "payload", f"the payload's encoding {row.encoding!r} is not known to this version")
             return

@@ -87,7 +87,7 @@ def _run_record(summary: Summary, end: Row) -> RunRecord:
             raise TypeError(f"{number!r} is no number")
     return RunRecord(
         run_id=head.run_id,
-        goal=_decoded(first)["goal"] if first.payload is not None else None,
+        goal=_member(first, "goal"),
         status=RunState.BLOCKED if diverged else stands["state"],
         total_steps=stands["steps"],
         created_at=begun["at"],
@@ -108,8 +108,14 @@ def _run_record(summary: Summary, end: Row) -> RunRecord:
 def _cause(end: Row) -> str | None:
     if end.kind not in ("parked", "refused", "exhausted", "aborted", "cancelled") or end.payload is None:
         return None
-    reason: str = _decoded(end)["reason"]
+    reason: str | None = _member(end, "reason")
     return reason
+
+
+def _member(row: Row, name: str) -> Any:
+    """What an entry's payload says under this name; None where it was erased, or is encrypted and the key is not here."""
+    decoded = _decoded(row)
+    return None if decoded is None else decoded[name]
 
 
 def _decoded(row: Row) -> Any:

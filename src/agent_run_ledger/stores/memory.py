@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from agent_run_ledger.contract import (
+    SECRET_BYTES,
     Append,
     Beat,
     Erasure,
@@ -193,6 +194,15 @@ class MemoryStore:
             self._refuse_if_closed()
             run = self._runs.get(run_id)
             return b"" if run is None else run.secret
+
+    def reseal(self, run_id: str, sealed: bytes, anew: bytes) -> bool:
+        with self._mutex:
+            self._refuse_if_closed()
+            run = self._runs.get(run_id)
+            if run is None or run.secret != sealed or min(len(sealed), len(anew)) <= SECRET_BYTES:
+                return False
+            run.secret = anew
+            return True
 
     def summaries(self, run_id: str | None = None) -> Iterator[Summary]:
         with self._mutex:

@@ -301,6 +301,9 @@ class SqliteStore:
         found = self._files.ask(_SECRET, run_id)
         return found[0][0] or b"" if found else b""
 
+    def reseal(self, run_id: str, sealed: bytes, anew: bytes) -> bool:
+        return self._erasing.reseal(run_id, sealed, anew)
+
     def summaries(self, run_id: str | None = None) -> Iterator[Summary]:
         statement, key = (_SUMMARIES_AFTER, cast(Any, 0)) if run_id is None else (_SUMMARY_OF, run_id)
         while True:

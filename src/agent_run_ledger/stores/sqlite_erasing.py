@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from glob import escape, glob
 from typing import TYPE_CHECKING
 
-from agent_run_ledger.contract import Erasure, Row, Tombstone
+from agent_run_ledger.contract import SECRET_BYTES, Erasure, Row, Tombstone
 from agent_run_ledger.errors import LeaseLost, RunNotFound, StoreError
 from agent_run_ledger.stores.connections import FULL, Connections
 from agent_run_ledger.stores.sqlite_log import Log, stand
@@ -31,6 +31,7 @@ _ERASE_REQUESTS = "UPDATE inbox SET payload = CAST('{}' AS BLOB), who = '' WHERE
 _ERASE_SECRET = "UPDATE secrets SET secret = NULL WHERE run_id = ? AND secret IS NOT NULL"
 _ERASE_NOTE = "UPDATE runs SET note = NULL WHERE run_id = ? AND note IS NOT NULL"
 
+_RESEAL = "UPDATE secrets SET secret = ? WHERE run_id = ? AND secret = ?"
 _SIZE = "SELECT coalesce(max(seq), 0) FROM entries WHERE run_id = ?"
 _TOMBSTONE = "SELECT run_id, size, root, who, why, at FROM tombstones WHERE run_id = ?"
 _BURY = "INSERT INTO tombstones (run_id, size, root, who, why, at) VALUES (?, ?, ?, ?, ?, ?)"
@@ -85,6 +86,16 @@ class Erasing:
 
         self._files.write(FULL, work)
         self._holding.lose(run_id, token)
+
+    def reseal(self, run_id: str, sealed: bytes, anew: bytes) -> bool:
+        if min(len(sealed), len(anew)) <= SECRET_BYTES:
+            return False
+
+        def work(db: sqlite3.Connection) -> bool:
+            _overwrite(db)
+            return db.execute(_RESEAL, (anew, run_id, sealed)).rowcount == 1
+
+        return self._files.write(FULL, work)
 
     def tombstone(self, run_id: str) -> Tombstone | None:
         found = self._files.ask(_TOMBSTONE, run_id)

@@ -33,6 +33,9 @@ _ERASE_REQUESTS = b"UPDATE inbox SET payload = '{}', who = '' WHERE run_id = %s 
 _ERASE_SECRET = b"UPDATE secrets SET secret = NULL WHERE run_id = %s AND secret IS NOT NULL"
 _ERASE_NOTE = b"UPDATE runs SET note = NULL WHERE run_id = %s AND note IS NOT NULL"
 
+_RESEAL = f"UPDATE secrets SET secret = %b WHERE run_id = %s AND secret = %b AND {SYNCED}".encode()
+_SECRET = b"SELECT secret FROM secrets WHERE run_id = %s"
+
 TOMBSTONE = b"SELECT run_id, size, root, who, why, at FROM tombstones WHERE run_id = %s"
 _BURY = b"INSERT INTO tombstones (run_id, size, root, who, why, at) VALUES (%s, %s, %b, %s, %s, %s)"
 _DELETE = (
@@ -83,6 +86,14 @@ def delete(tombstone: Tombstone, token: int, link: Link) -> None:
         link.execute(_BURY, tombstone)
         for statement in _DELETE:
             link.execute(statement, (run_id,))
+
+
+def reseal(run_id: str, sealed: bytes, anew: bytes, link: Link) -> bool:
+    """See `Store.reseal`. May be done twice."""
+    with link.transaction():
+        if link.execute(_RESEAL, (anew, run_id, sealed, "on")).rowcount == 1:
+            return True
+        return link.execute(_SECRET, (run_id,)).fetchone() == (anew,)
 
 
 def standing(link: Link, run_id: str) -> Tombstone | None:

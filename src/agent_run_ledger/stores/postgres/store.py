@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import psycopg
 
 from agent_run_ledger.contract import (
+    SECRET_BYTES,
     Append,
     Beat,
     Erasure,
@@ -108,6 +109,9 @@ SELECT i.id, r.queue IS NOT NULL FROM inbox i JOIN runs r ON r.run_id = i.run_id
 WHERE i.run_id = %s AND i.nonce = %s AND {SYNCED}
 FOR NO KEY UPDATE OF r
 """.encode()
+
+
+T = TypeVar("T")
 
 
 class PostgresStore:
@@ -349,10 +353,10 @@ class PostgresStore:
         self._take_away(partial(erasing.delete, tombstone, token))
         self._held.pop(tombstone.run_id, None)
 
-    def _take_away(self, work: Callable[[Link], None]) -> None:
+    def _take_away(self, work: Callable[[Link], T]) -> T:
         self._refuse_reading()
         try:
-            self._links.run(work)
+            return self._links.run(work)
         except StoreError as error:
             if isinstance(error.__cause__, psycopg.errors.InsufficientPrivilege):
                 raise erasing.refusal(self.place, error.__cause__) from error.__cause__
@@ -385,6 +389,11 @@ class PostgresStore:
     def secret(self, run_id: str) -> bytes:
         found = self._ask(reading.SECRET, run_id)
         return found[0][0] or b"" if found else b""
+
+    def reseal(self, run_id: str, sealed: bytes, anew: bytes) -> bool:
+        if min(len(sealed), len(anew)) <= SECRET_BYTES:
+            return False
+        return self._take_away(partial(erasing.reseal, run_id, sealed, anew))
 
     def summaries(self, run_id: str | None = None) -> Iterator[Summary]:
         if run_id is not None:

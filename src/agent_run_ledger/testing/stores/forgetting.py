@@ -97,6 +97,19 @@ class ForgettingContract:
         store.erase("r", lease.token, [_said(4)], Erasure([(1, 3)]))
         assert head_of(store).note is None
 
+    def test_a_sealed_secret_is_put_in_the_place_of_the_one_that_stands_there_and_of_no_plain_one(
+        self, store: Store
+    ) -> None:
+        sealed, anew = b"sealed".ljust(90), b"anew".ljust(90)
+        assert store.enqueue("sealed", sealed, [a_row(1)], LISTING, 0.0)
+        create(store, "plain")
+        assert not store.reseal("sealed", anew, b"other".ljust(90))
+        assert not store.reseal("sealed", sealed, SECRET)
+        assert not store.reseal("plain", SECRET, anew)
+        assert not store.reseal("unknown", sealed, anew)
+        assert store.reseal("sealed", sealed, anew)
+        assert (store.secret("sealed"), store.secret("plain")) == (anew, SECRET)
+
     # --- delete -------------------------------------------------------------------------------------------------------
 
     def test_of_a_deleted_run_a_tombstone_is_left_and_its_id_is_not_used_again(self, store: Store) -> None:
