@@ -120,7 +120,7 @@ def test_cost_of_a_run_in_json_has_every_digit_as_text(shell: Shell, db: Path) -
     assert (said["run_id"], said["spent"]["tokens"], said["spent"]["usd"]) == ("paid", 1500, "0.007")
     model = said["models"]["m"]
     assert (model["input_tokens"], model["cache_read_tokens"], model["output_tokens"]) == (1000, 0, 500)
-    assert (said["reserved_usd"], said["saved_usd"], said["limits"], said["trouble"]) == ("0", "0", None, None)
+    assert (said["reserved_usd"], said["saved_usd"], said["limits"]["steps"], said["trouble"]) == ("0", "0", 50, None)
     limits = shell.json("--db", db, "cost", "spent")["limits"]
     assert (limits["steps"], limits["tokens"], limits["usd"], limits["deadline"]) == (50, 2000, "0.5", None)
 

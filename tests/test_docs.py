@@ -976,6 +976,7 @@ def rich(tmp_path: Path) -> Path:
         fill_by_others(ledger, clock)
         fill_by_forks(ledger)
         fill_by_workers(ledger, clock)
+        fill_by_sharing(ledger)
     with RunLedger("pipeline", path, **options) as pipeline:
         pipeline.step("one")(lambda given: given)
         pipeline.step("two", depends_on=["one"])(lambda one: one)
@@ -1238,6 +1239,28 @@ def fill_by_forks(ledger: AgentRunLedger) -> None:
     ledger.fork("rests", 1)  # its signals are there to be taken once more
     for run_id in ("one", "goes round", "undeclared", "found", "rests", "taken over"):
         ledger.fork(run_id, ledger.get_run(run_id).total_steps + 1)
+
+
+def fill_by_sharing(ledger: AgentRunLedger) -> None:
+    """A budget of several runs, which is raised."""
+
+    @ledger.tool(kind="model", max_usd="0.1", max_tokens=100)
+    def shared(number: int) -> int:
+        return number
+
+    @ledger.agent()
+    def shares(number: int) -> int:
+        return shared(number)
+
+    for number, limit in enumerate((1, 2)):
+
+        @ledger.agent(
+            name=f"parent of {number}", budget=Budget(usd=1, within=ledger.budget("team", usd=limit, tokens=1000))
+        )
+        def begins(number: int) -> int:
+            return shares(number) + shared(2 * number)
+
+        ledger.run(begins, number)
 
 
 def verifier() -> Callable[[str], list[str]]:

@@ -8,7 +8,16 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from agent_run_ledger import AgentRunLedger, Event, IllegalTransition, RunNotFound, RunState, StepRecord, StepState
+from agent_run_ledger import (
+    AgentRunLedger,
+    Budget,
+    Event,
+    IllegalTransition,
+    RunNotFound,
+    RunState,
+    StepRecord,
+    StepState,
+)
 from agent_run_ledger.cli.preview import Act, perform, seen_for
 from agent_run_ledger.cli.shell import UsageError, command_for, data_of, json_given, opened_to_look, stored
 from agent_run_ledger.cli.terminal import counted, since, table, when
@@ -133,18 +142,28 @@ def redrive(given: argparse.Namespace) -> int:
         f"make a new run{_named(given)} from run {run_id!r}, with all {counted(len(seen.steps), 'step', 'steps')} of it",
         seen,
         lambda opened: opened.redrive(
-            run_id, max_steps=given.max_steps, by=given.by, reason=given.reason, new_run_id=given.new_run_id
+            run_id,
+            max_steps=given.max_steps,
+            budget=Budget(tokens=given.max_tokens, usd=given.max_usd),
+            by=given.by,
+            reason=given.reason,
+            new_run_id=given.new_run_id,
         ),
         lambda opened: True,
         f"When {_started(seen)}, recorded outcomes are handed out without a call; what has none goes on as its "
         "effect says, with the same key and a fresh count of attempts.",
-        facts={"limit of steps": given.max_steps},
+        facts={
+            "limit of steps": given.max_steps,
+            "limit of tokens": given.max_tokens,
+            "limit of US dollars": given.max_usd,
+        },
         asks_owner=False,
     )
     if undone:
         rows = ((step.step_number, step.tool_name, step.state, step.error_message) for step in undone)
         act.details = "Not completed:\n" + table(("STEP", "TOOL", "STATE", "ERROR"), rows, stretch=3, is_wrapped=True)
-    act.data = {"max_steps": given.max_steps, "not_completed": [step.step_number for step in undone]}
+    limits = {"max_steps": given.max_steps, "max_tokens": given.max_tokens, "max_usd": given.max_usd}
+    act.data = limits | {"not_completed": [step.step_number for step in undone]}
     return perform(given, act)
 
 

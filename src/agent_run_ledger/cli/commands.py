@@ -13,7 +13,7 @@ from typing import NoReturn
 
 import agent_run_ledger
 from agent_run_ledger.cli import fleet, places, preflight, supervise
-from agent_run_ledger.cli.options import age, count, number, seconds
+from agent_run_ledger.cli.options import age, count, money, number, seconds
 from agent_run_ledger.cli.shell import (
     ERROR,
     INTERRUPTED,
@@ -279,6 +279,10 @@ def _add_acting(commands: _Commands) -> None:
         "redrive refund-209 --max-steps 100 --reason 'the API is mended' --yes",
     )
     redrive.add_argument("--max-steps", metavar="N", type=number, help="the new run's limit of steps")
+    redrive.add_argument(
+        "--max-tokens", metavar="N", type=number, help="its limit of tokens; what the old run has spent counts, too"
+    )
+    redrive.add_argument("--max-usd", metavar="USD", type=money, help="its limit of US dollars, likewise")
     redrive.add_argument("--as", dest="new_run_id", metavar="NEW_ID", help="the new run's id (default: a fresh one)")
     fork = act(
         "fork",

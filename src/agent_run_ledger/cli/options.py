@@ -24,6 +24,19 @@ def _whole(text: str, least: int) -> int:
     return int(text)
 
 
+def money(text: str) -> str:
+    """An amount of US dollars above 0, as it is written: it stays exact."""
+    from agent_run_ledger import Budget
+
+    try:
+        Budget(usd=text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"an amount of US dollars above 0 is needed, not {plain(text)[:60]!r}"
+        ) from None
+    return text
+
+
 def seconds(text: str) -> float:
     """A number of seconds, 0 too."""
     given = _float(text)
