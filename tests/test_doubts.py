@@ -475,7 +475,7 @@ def test_an_agent_that_ends_with_more_than_an_exception_stops_no_other_run(bench
         return kind
 
     for number, kind in enumerate(("odd", "exit", "closed", "good")):
-        draft = agent.registered.created({"kind": kind}, 10_000, None)  # type: ignore[attr-defined]
+        draft = agent.registered.created({"kind": kind}, ledger, None)  # type: ignore[attr-defined]
         run = ledger._leases.create(f"run {number}", [draft])
         assert run is not None
         ledger._leases.give_back(run)

@@ -132,7 +132,10 @@ def problems_of_tables(script: str) -> list[str]:
         is_made = re.match(
             r"CREATE (?:OR REPLACE )?(TABLE|INDEX|UNIQUE INDEX|VIEW|FUNCTION|TRIGGER)|INSERT INTO meta", statement
         )
-        if is_made is None:
+        if added := re.fullmatch(r"ALTER TABLE (\w+) ADD COLUMN (\w+) (DOUBLE PRECISION|\w+)(.*)", statement):
+            if added[3] not in TYPES or re.search(r"PRIMARY KEY|UNIQUE", added[4]) or _NOT_SHARED.search(added[4]):
+                found.append(f"{added[1]}.{added[2]} is {added[3]}{added[4]}")
+        elif is_made is None:
             found.append(f"a statement of another kind: {statement[:60]}")
         elif is_made[1] == "UNIQUE INDEX" and not re.search(r"\( ?run_id", statement):
             found.append(f"a unique index that does not begin with run_id: {statement[:60]}")
@@ -163,6 +166,7 @@ def problems_of_a_statement(name: str, sql: str) -> list[str]:
         "select",
         "by",
         "then",
+        "else",
         "where",
     }
     found += [f"{name} calls {each}" for each in sorted(called - FUNCTIONS - named - words)]
@@ -258,6 +262,10 @@ def test_views_alone_call_the_functions_that_a_migration_makes() -> None:
         "CREATE SEQUENCE extra;",
         "CREATE EXTENSION pgcrypto;",
         "CREATE TYPE state AS ENUM ('a');",
+        "ALTER TABLE runs ADD COLUMN said JSONB;",
+        "ALTER TABLE runs ADD COLUMN name TEXT UNIQUE;",
+        "ALTER TABLE runs ADD COLUMN other TEXT REFERENCES runs (run_id);",
+        "ALTER TABLE runs DROP COLUMN note;",
         "ALTER TABLE runs ADD CONSTRAINT one FOREIGN KEY (run_id) REFERENCES entries (run_id);",
         "DO $$ BEGIN PERFORM 1; END $$;",
     ],

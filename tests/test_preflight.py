@@ -477,7 +477,7 @@ def test_a_run_that_waits_for_a_signal_stands(deployment: Deployment) -> None:
 
     with AgentRunLedger(deployment.path, durability="process") as ledger:
         deployment.register(ledger, waits, lambda value: value)
-        held = ledger._start("run", ledger._agents["agent"].created({}, 1 << 20, None), None)
+        held = ledger._start("run", ledger._agents["agent"].created({}, ledger, None), None)
         held.__exit__(None, None, None)
         ledger.detach("run")
         assert ledger.recover() == []

@@ -280,6 +280,7 @@ def run_to_its_end(ledger: Ledger, start: Start) -> Any:
         held.suspends, held.is_worked = start.suspends, start.is_worked
         if held.history.is_in_doubt and not held.history.state.is_terminal:
             settle(ledger, held, ledger._tools)
+        ledger._driver.obey(runs.give_up(held))
         if (refusal := admission.refusal(held, pipeline=False)) is not None:
             raise refusal
         run = Run(ledger, held)
@@ -313,6 +314,7 @@ async def abegin(ledger: Ledger, start: Start) -> Any:
         held.suspends, held.is_worked = start.suspends, start.is_worked
         if held.history.is_in_doubt and not held.history.state.is_terminal:
             await asettle(ledger, held, ledger._tools)
+        await driver.obey(runs.give_up(held))
         if (refusal := admission.refusal(held, pipeline=False)) is not None:
             raise refusal
         run = Run(ledger, held, is_async=True)

@@ -17,7 +17,7 @@ QUEUE = "default"
 def submit(ledger: AgentRunLedger, agent: Any, *args: Any, run_id: str, due_in: float = 0.0, priority: int = 0) -> None:
     """Leave a run to the workers of the queue."""
     registered = agent.registered
-    draft = registered.created(registered.arguments(args, {}), 1 << 20, None, QUEUE, priority, None)
+    draft = registered.created(registered.arguments(args, {}), ledger, None, QUEUE, priority, None)
     assert ledger._leases.enqueue(run_id, [draft], due_in)
 
 

@@ -42,6 +42,11 @@ _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.1, 5.0
 """How long a store that is away is left alone."""
 SILENT_SECONDS = 30.0
 """So long may the loop that claims be silent, and the store not have answered, until its health is called bad."""
+_SUSPECT_DEATHS = 2
+"""Runs of which so many owners have died since the last entry are worked on one at a time: one of them may take the process along, and that
+the others did not shows when they write something."""
+_APART_SECONDS = 1.0
+"""How long such a run is left alone while there is another."""
 _STRAY_SECONDS = 5.0
 """After which a run may be taken again whose work could not be begun, or ended in no good order."""
 _LONGEST_POLL_SECONDS = 3600.0
@@ -294,7 +299,7 @@ class Worker:
             at_most = min(free, _MOST_AT_ONCE)
             leases = self._leases.claim_due(self._terms, agents, at_most)
             self._has_answered()
-            for lease in leases:
+            for lease in self._without_two_suspects(leases):
                 self._begin(lease)
             self._may_be_due = len(leases) == at_most
             if leases:
@@ -409,6 +414,20 @@ class Worker:
             self._store.wake()
 
     # --- work ---------------------------------------------------------------------------------------------------------
+
+    def _without_two_suspects(self, leases: list[Lease]) -> list[Lease]:
+        """Those of them that may be begun now. What has to wait is given back first, so that nobody takes it along."""
+        suspects = [lease for lease in leases if lease.deaths >= _SUSPECT_DEATHS]
+        if not any(self._is_suspect(slot.lease) for slot in list(self._slots)):
+            suspects = suspects[1:]
+        for lease in suspects:
+            with suppress(StoreError):  # the lease runs out by itself
+                self._leases.put_back(lease, _APART_SECONDS)
+        return [lease for lease in leases if lease not in suspects]
+
+    def _is_suspect(self, lease: Lease) -> bool:
+        """Whether nothing was heard yet of a run that is worked on here and may be what its owners died of."""
+        return lease.deaths >= _SUSPECT_DEATHS and self._leases.run(lease.run_id).history.token != lease.token
 
     def _begin(self, lease: Lease) -> None:
         if self._is_stopping:
