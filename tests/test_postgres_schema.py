@@ -253,13 +253,12 @@ def make_ledger_of(version: int, dsn: str, **options: Any) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(migrating, "SCHEMA_VERSION", version)
         patch.setattr(migrating, "scripts", lambda: [each for each in scripts() if int(each[0][:4]) <= version])
-        patch.setattr(
-            migrating, "_RIGHTS", {right.replace(NEW_SINCE[version], ""): of for right, of in migrating._RIGHTS.items()}
-        )
+        rights = {right.replace(NEW_SINCE[version], ""): of for right, of in migrating._RIGHTS.items()}
+        patch.setattr(migrating, "_RIGHTS", rights)
         migrate(dsn, **options)
 
 
-NEW_SINCE = {1: ", deaths, deaths_after"}
+NEW_SINCE = {1: ", deaths, deaths_after", 2: ""}
 """The columns that a program may change and that came after a version."""
 
 
@@ -286,6 +285,9 @@ def test_an_older_ledger_is_refused_until_it_is_brought_up_to_date_and_goes_on_t
     assert store.head("old") is not None
     lease = store.claim("old", "b", 30.0)
     assert (lease.token, lease.deaths) == (8, 1)
+    with psycopg.connect(empty, autocommit=True) as connection:
+        has_triggers = connection.execute("SELECT count(*) > 0 FROM pg_trigger WHERE NOT tgisinternal").fetchone()
+        assert has_triggers == (options.get("triggers", True),), "it stays as it was made"
     the_whole_life_of_a_ledger(store)
     store.close()
 

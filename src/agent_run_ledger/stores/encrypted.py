@@ -216,8 +216,7 @@ class EncryptedStore:
         self._ciphers[run_id] = cipher
 
     def _plain_lease(self, lease: Lease) -> Lease:
-        secret = self._plain(lease.run_id, lease.secret)
-        return Lease(lease.run_id, lease.owner, lease.token, secret, lease.agent)
+        return replace(lease, secret=self._plain(lease.run_id, lease.secret))
 
     # --- pieces -------------------------------------------------------------------------------------------------------
 
