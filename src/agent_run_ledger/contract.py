@@ -22,8 +22,8 @@ AES_GCM = "aes-256-gcm"
 
 
 def sealed_under(secret: bytes) -> str | None:
-    """The id of the key under which a run's secret is sealed; None where it is plain."""
-    if len(secret) <= SECRET_BYTES or not secret.startswith(SEALED):
+    """The id of the key under which a run's secret is sealed; None where it is plain, or where a file holds something else in its place."""
+    if type(secret) is not bytes or len(secret) <= SECRET_BYTES or not secret.startswith(SEALED):
         return None
     begin = len(SEALED) + 1
     return secret[begin : begin + secret[begin - 1]].decode(errors="replace")

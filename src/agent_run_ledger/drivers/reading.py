@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 
-from agent_run_ledger.contract import SECRET_BYTES, Row, Store, sealed_under
+from agent_run_ledger.contract import Row, Store, sealed_under
 from agent_run_ledger.engine.history import KEPT_BYTES, READ_BYTES, History
 from agent_run_ledger.errors import KeyUnavailable, RunDeleted, RunNotFound, StoreCorrupt
 from agent_run_ledger.rules.loops.breaker import Rule
@@ -32,8 +32,8 @@ def behind(store: Store) -> Store:
 def opened(store: Store, run_id: str) -> bytes:
     """The run's secret, to read what it has kept by. Raises `KeyUnavailable` where that is encrypted and no key is here."""
     secret = store.secret(run_id)
-    if len(secret) > SECRET_BYTES:
-        raise KeyUnavailable(run_id, sealed_under(secret))
+    if (key_id := sealed_under(secret)) is not None:
+        raise KeyUnavailable(run_id, key_id)
     return secret
 
 

@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import Any, cast
 
 from agent_run_ledger.contract import (
-    SECRET_BYTES,
     Append,
     Erasure,
     Head,
@@ -202,7 +201,7 @@ class EncryptedStore:
         """The secret itself; the run's key is known from now on."""
         if not secret:
             return secret
-        if len(secret) <= SECRET_BYTES:
+        if sealed_under(secret) is None:
             self._keep(run_id, None)
             return secret
         plain, data_key = self._encryption.unwrap(run_id, secret)
