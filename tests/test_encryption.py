@@ -26,7 +26,8 @@ from agent_run_ledger.contract import AES_GCM, Row, Store
 from agent_run_ledger.stores import open_store
 from agent_run_ledger.stores.encrypted import encrypted
 from agent_run_ledger.stores.encryption import RunCipher
-from agent_run_ledger.testing import FakeClock, StoreContract
+from agent_run_ledger.testing import FakeClock, StoreContract, a_row
+from agent_run_ledger.testing.stores.words import LISTING
 from support.ledgers import GOAL, RUN, Bench, Died, Tool, never, raising, raw
 
 MARK = "Grace Hopper, 7 Harbour Street"
@@ -112,6 +113,26 @@ def test_a_file_holds_no_byte_of_it(tmp_path: Path) -> None:
                 for row in db.execute(f"SELECT * FROM {view}"):
                     hidden = {"goal", "arguments_json", "output_json", "error_message", "fingerprint", "input_digest"}
                     assert {row[name] for name in hidden & set(row.keys())} == {None}
+
+
+def test_notes_and_requests_are_encrypted_like_entries_and_hidden_without_the_key(bench: Bench) -> None:
+    kept = bench.store()
+    store = encrypted(kept, encryption())
+    lease = store.create(RUN, "a", 30.0, b"s" * 32, [a_row(1, "created", b"{}")], LISTING)
+    assert lease is not None
+    store.annotate(RUN, lease.token, f"it diverged at {MARK}")
+    store.post(RUN, "signal", MARK.encode(), "ann", 1.5)
+    head, hidden = store.head(RUN), kept.head(RUN)
+    assert head is not None
+    assert hidden is not None
+    assert head.note == f"it diverged at {MARK}"
+    assert MARK not in str(hidden.note)
+    assert [request.payload for request in store.inbox(RUN, 0)] == [MARK.encode()]
+    assert MARK.encode() not in kept.inbox(RUN, 0)[0].payload
+    blind = encrypted(kept, encryption("2026-10", {"2026-10": b"o" * 32}))
+    assert [each.head.note for each in blind.summaries()] == ["(encrypted)"]
+    with pytest.raises(KeyUnavailable):
+        blind.inbox(RUN, 0)
 
 
 def test_a_run_that_was_killed_goes_on_and_is_replayed(bench: Bench) -> None:

@@ -411,6 +411,7 @@ def test_after_forget_and_gc_no_byte_is_left_in_the_file_its_log_and_its_free_pa
     draw = random.Random(seed)
     marks = {f"run {number}": f"marked{number}ofseed{seed}" for number in range(6)}
     with AgentRunLedger(path, max_steps=1_000, durability="process") as ledger:
+        without_zeros(ledger)
         for run_id, mark in marks.items():
             ledger.create_run(mark, run_id)
         for number in range(40 * len(marks)):
@@ -433,11 +434,37 @@ def test_after_forget_and_gc_no_byte_is_left_in_the_file_its_log_and_its_free_pa
     assert [mark for mark in marks.values() if found_in_files(path, mark)] == []
 
 
+def test_what_was_overwritten_long_before_is_gone_from_its_page_too(path: Path) -> None:
+    """A note that has gone leaves its bytes in the page of its head, unless SQLite was built to write zeros over all that it deletes."""
+    with AgentRunLedger(path) as ledger:
+        without_zeros(ledger)
+        ledger.create_run(GOAL, RUN)
+        head = ledger._store.head(RUN)
+        assert head is not None
+        ledger._store.annotate(RUN, head.token, MARK * 20)
+        ledger.execute_step(RUN, "look", {}, lambda: 1)  # and the note goes
+        ledger.finish_run(RUN)
+        ledger.forget(RUN, scrub=False)
+        ledger._store._files.is_emptied()  # type: ignore[attr-defined]
+        assert path.name in found_in_files(path, MARK)
+        assert ledger.forget(RUN).pending == ()
+        assert found_in_files(path, MARK) == []
+
+
+def without_zeros(ledger: AgentRunLedger) -> None:
+    """As most builds of SQLite are."""
+    store = ledger._store
+    assert isinstance(store, SqliteStore)
+    store._files.ready().execute("PRAGMA secure_delete=OFF")
+
+
 def test_without_the_rewriting_the_bytes_are_there_until_the_next_time(path: Path) -> None:
     with AgentRunLedger(path) as ledger:
+        without_zeros(ledger)
         ended(ledger)
         ledger.forget(RUN, scrub=False)
-        assert found_in_files(path, MARK), "the log before the last checkpoint holds it"
+        ledger._store._files.is_emptied()  # type: ignore[attr-defined]
+        assert found_in_files(path, MARK) == ["ledger.db-wal"], "pages are overwritten with zeros even so"
         assert ledger.forget(RUN).payloads == 0
         assert found_in_files(path, MARK) == []
 

@@ -231,12 +231,14 @@ class Connections:
         def work(db: sqlite3.Connection) -> bool:
             self.refuse_moved()
             db.execute("VACUUM")
-            self.log_pages = 0
+            self.log_pages = _LOG_PAGES
             try:
                 db.execute(f"PRAGMA busy_timeout={_READERS_WAIT_MS}")
                 busy, _, _ = db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
             finally:
                 db.execute(f"PRAGMA busy_timeout={int(self.lock.busy_seconds * 1000)}")
+            if not busy:
+                self.log_pages = 0
             return not busy
 
         self.refuse_reentry()
