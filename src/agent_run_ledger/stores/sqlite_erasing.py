@@ -57,7 +57,6 @@ class Erasing:
     def erase(self, run_id: str, token: int, rows: Sequence[Row], erasure: Erasure) -> None:
         def work(db: sqlite3.Connection) -> None:
             self._require(db, run_id, token)
-            _overwrite(db)
             if not stand(db, run_id, rows):
                 self._log.insert(db, run_id, rows)
             for first, last in erasure.entries:
@@ -79,7 +78,6 @@ class Erasing:
             self._require(db, run_id, token)
             if db.execute(_SIZE, (run_id,)).fetchone() != (tombstone.size,):
                 raise StoreError(f"run {run_id!r} has grown, so it was not deleted; nothing was written. Call again.")
-            _overwrite(db)
             db.execute(_BURY, tombstone)
             for table in _DELETE:
                 db.execute(f"DELETE FROM {table} WHERE run_id = ?", (run_id,))
@@ -92,7 +90,6 @@ class Erasing:
             return False
 
         def work(db: sqlite3.Connection) -> bool:
-            _overwrite(db)
             return db.execute(_RESEAL, (anew, run_id, sealed)).rowcount == 1
 
         return self._files.write(FULL, work)
@@ -116,8 +113,3 @@ class Erasing:
             raise RunNotFound(run_id)
         if found[0] is None or found[1] != token or self._holding.is_inherited(run_id, token):
             raise LeaseLost(run_id, token)
-
-
-def _overwrite(db: sqlite3.Connection) -> None:
-    """From now on SQLite writes zeros over what it deletes in a page."""
-    db.execute("PRAGMA secure_delete=ON")
