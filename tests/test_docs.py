@@ -811,6 +811,7 @@ def module_table() -> str:
                 "fleet",
                 "copying.py",
                 "backups.py",
+                "forgetting.py",
                 "redacting.py",
                 "guard.py",
                 "preflight.py",
@@ -983,6 +984,7 @@ def rich(tmp_path: Path) -> Path:
         fill_by_others(ledger, clock)
         fill_by_forks(ledger)
         fill_by_workers(ledger, clock)
+        fill_by_forgetting(ledger)
         fill_by_sharing(ledger)
     with RunLedger("pipeline", path, **options) as pipeline:
         pipeline.step("one")(lambda given: given)
@@ -1042,6 +1044,15 @@ def fill(ledger: AgentRunLedger) -> None:
         step("exhausted", "fails", fails)
         with contextlib.suppress(LedgerError):
             ledger.create_run("exhausted", "exhausted")
+
+
+def fill_by_forgetting(ledger: AgentRunLedger) -> None:
+    """What is said of a run that has forgotten one step, and of one that has forgotten everything."""
+    for run_id in ("forgets one", "forgets all"):
+        with ledger.open_run("forgets", run_id) as run:
+            run.step("look", {"at": "this"}, lambda at: at)
+    ledger.forget("forgets one", 1, by="ann", reason="asked to")
+    ledger.forget("forgets all", everything=True)
 
 
 class Patient(LoopDetectorPolicy):

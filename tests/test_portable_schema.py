@@ -130,7 +130,9 @@ def problems_of_tables(script: str) -> list[str]:
         else:
             found += [f"{table.name} has a key {key}" for key in table.keys if key[0] != "run_id"]
     for statement in statements(script):
-        is_made = re.match(r"CREATE (TABLE|INDEX|UNIQUE INDEX|VIEW|FUNCTION|TRIGGER)|INSERT INTO meta", statement)
+        is_made = re.match(
+            r"CREATE (?:OR REPLACE )?(TABLE|INDEX|UNIQUE INDEX|VIEW|FUNCTION|TRIGGER)|INSERT INTO meta", statement
+        )
         if added := re.fullmatch(r"ALTER TABLE (\w+) ADD COLUMN (\w+) (DOUBLE PRECISION|\w+)(.*)", statement):
             if added[3] not in TYPES or re.search(r"PRIMARY KEY|UNIQUE", added[4]) or _NOT_SHARED.search(added[4]):
                 found.append(f"{added[1]}.{added[2]} is {added[3]}{added[4]}")

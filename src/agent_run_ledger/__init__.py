@@ -29,10 +29,12 @@ if TYPE_CHECKING:
     from agent_run_ledger.errors import InvalidName as InvalidName
     from agent_run_ledger.errors import InvalidPipeline as InvalidPipeline
     from agent_run_ledger.errors import InvalidPrivateList as InvalidPrivateList
+    from agent_run_ledger.errors import KeyUnavailable as KeyUnavailable
     from agent_run_ledger.errors import LeaseLost as LeaseLost
     from agent_run_ledger.errors import LedgerError as LedgerError
     from agent_run_ledger.errors import NotALedger as NotALedger
     from agent_run_ledger.errors import NotDurableWarning as NotDurableWarning
+    from agent_run_ledger.errors import PayloadErased as PayloadErased
     from agent_run_ledger.errors import PayloadTooLarge as PayloadTooLarge
     from agent_run_ledger.errors import PlainDataWarning as PlainDataWarning
     from agent_run_ledger.errors import ProgramEnded as ProgramEnded
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
     from agent_run_ledger.errors import RunawayLoopDetectedException as RunawayLoopDetectedException
     from agent_run_ledger.errors import RunawayLoopException as RunawayLoopException
     from agent_run_ledger.errors import RunClosed as RunClosed
+    from agent_run_ledger.errors import RunDeleted as RunDeleted
     from agent_run_ledger.errors import RunInputMismatch as RunInputMismatch
     from agent_run_ledger.errors import RunMoved as RunMoved
     from agent_run_ledger.errors import RunNotEnded as RunNotEnded
@@ -72,6 +75,7 @@ if TYPE_CHECKING:
     from agent_run_ledger.model import ApprovalRequest as ApprovalRequest
     from agent_run_ledger.model import BlockedCall as BlockedCall
     from agent_run_ledger.model import Budget as Budget
+    from agent_run_ledger.model import Collected as Collected
     from agent_run_ledger.model import CopiedRun as CopiedRun
     from agent_run_ledger.model import Cost as Cost
     from agent_run_ledger.model import Effect as Effect
@@ -79,12 +83,14 @@ if TYPE_CHECKING:
     from agent_run_ledger.model import Evidence as Evidence
     from agent_run_ledger.model import Explanation as Explanation
     from agent_run_ledger.model import Finding as Finding
+    from agent_run_ledger.model import Forgotten as Forgotten
     from agent_run_ledger.model import MayRepeat as MayRepeat
     from agent_run_ledger.model import Notice as Notice
     from agent_run_ledger.model import PlannedAction as PlannedAction
     from agent_run_ledger.model import Receipt as Receipt
     from agent_run_ledger.model import RestoredLedger as RestoredLedger
     from agent_run_ledger.model import RetryPolicy as RetryPolicy
+    from agent_run_ledger.model import Rewrapped as Rewrapped
     from agent_run_ledger.model import RunRecord as RunRecord
     from agent_run_ledger.model import RunState as RunState
     from agent_run_ledger.model import SharedBudget as SharedBudget
@@ -111,6 +117,7 @@ if TYPE_CHECKING:
     from agent_run_ledger.run import current_run as current_run
     from agent_run_ledger.signing import Signer as Signer
     from agent_run_ledger.signing import Verifier as Verifier
+    from agent_run_ledger.stores.encryption import Encryption as Encryption
     from agent_run_ledger.usage import Usage as Usage
 else:
     _HOMES = {
@@ -124,6 +131,8 @@ else:
         "ApprovalDenied": "errors",
         "Receipt": "model",
         "TraceLine": "model",
+        "Forgotten": "model",
+        "Collected": "model",
         "CopiedRun": "model",
         "PlannedAction": "model",
         "ApprovalRequest": "model",
@@ -142,10 +151,12 @@ else:
         "InvalidName": "errors",
         "InvalidPipeline": "errors",
         "InvalidPrivateList": "errors",
+        "KeyUnavailable": "errors",
         "LeaseLost": "errors",
         "LedgerError": "errors",
         "NotALedger": "errors",
         "NotDurableWarning": "errors",
+        "PayloadErased": "errors",
         "PayloadTooLarge": "errors",
         "PlainDataWarning": "errors",
         "ProgramEnded": "errors",
@@ -153,6 +164,7 @@ else:
         "ReplayDivergence": "errors",
         "ReplayStalledWarning": "errors",
         "RunClosed": "errors",
+        "RunDeleted": "errors",
         "RunInputMismatch": "errors",
         "RunMoved": "errors",
         "RunNotFound": "errors",
@@ -182,6 +194,7 @@ else:
         "Spending": "model",
         "Explanation": "model",
         "Evidence": "model",
+        "Encryption": "stores.encryption",
         "Cost": "model",
         "BlockedCall": "model",
         "MayRepeat": "model",
@@ -193,6 +206,7 @@ else:
         "RetryPolicy": "model",
         "RunRecord": "model",
         "RunState": "model",
+        "Rewrapped": "model",
         "StepRecord": "model",
         "StepState": "model",
         "TreeHead": "checkpoints",
@@ -248,8 +262,11 @@ __all__ = [
     "BudgetExceededException",
     "CallBlocked",
     "ConsistencyProof",
+    "Forgotten",
+    "Collected",
     "CopiedRun",
     "CopyRefused",
+    "Encryption",
     "Cost",
     "Effect",
     "EffectConflict",
@@ -268,6 +285,7 @@ __all__ = [
     "InvalidName",
     "InvalidPipeline",
     "InvalidPrivateList",
+    "KeyUnavailable",
     "LeaseLost",
     "LedgerError",
     "LoopDetectorPolicy",
@@ -275,6 +293,7 @@ __all__ = [
     "NotALedger",
     "NotDurableWarning",
     "Notice",
+    "PayloadErased",
     "PayloadTooLarge",
     "PlainDataWarning",
     "PlannedAction",
@@ -290,6 +309,7 @@ __all__ = [
     "RetryPolicy",
     "Run",
     "RunClosed",
+    "RunDeleted",
     "RunInputMismatch",
     "RunLedger",
     "RunMoved",
@@ -310,6 +330,7 @@ __all__ = [
     "StepContext",
     "StepFailed",
     "StepInDoubt",
+    "Rewrapped",
     "StepRecord",
     "StepState",
     "StoreBusy",

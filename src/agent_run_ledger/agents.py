@@ -176,9 +176,9 @@ class Agent(Registered):
         """Its function, as the program of this run."""
         return self.function(**arguments, **dict.fromkeys(self.asks_run, run))
 
-    def result(self, payload: bytes | None) -> Any:
+    def result(self, payload: bytes) -> Any:
         """What the run returned, built as it is declared."""
-        return canonical.rebuild(self.returns, canonical.decode(payload)) if payload is not None else None
+        return canonical.rebuild(self.returns, canonical.decode(payload))
 
     def child(self, place: Place, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """Its call inside another agent: a step there, a run of its own here, which an attempt after a crash goes on with."""
@@ -279,7 +279,7 @@ def run_to_its_end(ledger: Ledger, start: Start) -> Any:
     try:
         agent.apply(held)
         if held.history.state is RunState.COMPLETED:
-            return agent.result(held.history.result)
+            return agent.result(runs.result_of(held.history))
         held.suspends, held.is_worked = start.suspends, start.is_worked
         if held.history.is_in_doubt and not held.history.state.is_terminal:
             settle(ledger, held, ledger._tools)
@@ -313,7 +313,7 @@ async def abegin(ledger: Ledger, start: Start) -> Any:
     try:
         agent.apply(held)
         if held.history.state is RunState.COMPLETED:
-            return agent.result(held.history.result)
+            return agent.result(runs.result_of(held.history))
         held.suspends, held.is_worked = start.suspends, start.is_worked
         if held.history.is_in_doubt and not held.history.state.is_terminal:
             await asettle(ledger, held, ledger._tools)

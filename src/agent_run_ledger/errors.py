@@ -20,6 +20,41 @@ class RunNotFound(LedgerError, ValueError):
         self.run_id = run_id
 
 
+class RunDeleted(RunNotFound):
+    """The run was deleted, and its tombstone says by whom, when and why. Nothing was written. Its id is not used again: take another one.
+
+    ``size`` and ``root`` are those of its log, for whoever has kept a head of it.
+    """
+
+    def __init__(self, run_id: str, size: int, root: bytes, who: str, why: str, at: float) -> None:
+        LedgerError.__init__(
+            self,
+            f"run {run_id!r} was deleted by {who!r} at {at:.0f} (Unix time), with its {size} entries: {why or 'no reason is given'}. "
+            "Nothing was written; its id is not used again: take another one.",
+        )
+        self.run_id = run_id
+        self.size = size
+        self.root = root
+        self.who = who
+        self.why = why
+        self.at = at
+
+
+class PayloadErased(LedgerError):
+    """What is asked for was erased, so it can be neither read nor replayed. Nothing was written.
+
+    `agent-run-ledger trace RUN` says who erased it and why. A call that needs it is to be made in a new run.
+    """
+
+    def __init__(self, run_id: str, what: str) -> None:
+        super().__init__(
+            f"run {run_id!r}: {what} was erased, so it can be neither read nor replayed; nothing was written. `agent-run-ledger trace` says "
+            "who erased it and why. Start a new run for what is to be done again."
+        )
+        self.run_id = run_id
+        self.what = what
+
+
 class RunClosed(LedgerError, RuntimeError):
     """The run has ended or is quarantined: it takes no further step. Nothing was dispatched and nothing was written."""
 
@@ -475,6 +510,22 @@ class SchemaTooNew(StoreError):
 
 class NotALedger(StoreError):
     """The file is not a ledger of this library. It was not changed. Check the path."""
+
+
+class KeyUnavailable(StoreError):
+    """What the run has kept is encrypted, and its key is not here. Nothing was written. Open the ledger with `encryption=` that has the key.
+
+    Without it `runs` lists the run, and `verify` checks all but what is encrypted.
+    """
+
+    def __init__(self, run_id: str, key_id: str | None, why: str = "the ledger was opened without encryption=") -> None:
+        which = f"under the key {key_id!r}" if key_id is not None else "under a key of unknown name"
+        super().__init__(
+            f"run {run_id!r} is encrypted {which}, which is not here ({why}); nothing was written. Open the ledger with the encryption= "
+            "that has it (on the command line: --keys MODULE:NAME)."
+        )
+        self.run_id = run_id
+        self.key_id = key_id
 
 
 class StoreCorrupt(StoreError):

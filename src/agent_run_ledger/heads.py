@@ -17,6 +17,7 @@ from agent_run_ledger.model import Finding
 from agent_run_ledger.stores.filelock import WriteLock
 
 if TYPE_CHECKING:
+    from agent_run_ledger.contract import Tombstone
     from agent_run_ledger.ledger import Ledger
     from agent_run_ledger.signing import Signer
 
@@ -223,8 +224,14 @@ class Comparison:
         if size in self._sizes:
             self._roots[size] = merkle.frontier_root(frontier)
 
-    def end(self, size: int) -> Iterator[Finding]:
-        """There are no more than `size` entries: in what they are not what the heads say."""
+    def end(self, size: int, tombstone: Tombstone | None = None) -> Iterator[Finding]:
+        """There are no more than `size` entries: in what they are not what the heads say.
+
+        Of a run that was deleted its tombstone says how long it was, and its root then. A head of an earlier size proves nothing about it.
+        """
+        if tombstone is not None and size == 0:
+            self._roots[tombstone.size] = tombstone.root
+            self._heads = [head for head in self._heads if head.size >= tombstone.size]
         for head in self._heads:
             root = self._roots.get(head.size)
             if root is None:

@@ -16,21 +16,21 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, Unpack
 from agent_run_ledger import proving
 from agent_run_ledger.agents import Agent, Registered, Start, Tool, abegin, as_agent, as_tool, run_to_its_end
 from agent_run_ledger.checkpoints import ConsistencyProof, InclusionProof, TreeHead
-from agent_run_ledger.contract import Clock, Store, Summary
+from agent_run_ledger.contract import Clock, Row, Store, Summary
 from agent_run_ledger.drivers import reading
 from agent_run_ledger.drivers.leases import POLL_SECONDS, HeldRun, Leases
 from agent_run_ledger.drivers.sync import SyncDriver
-from agent_run_ledger.engine import audit, damage, records, requests, runs, sharing
+from agent_run_ledger.engine import audit, damage, erasing, records, requests, runs, sharing
 from agent_run_ledger.engine.call import StepOptions, declared
 from agent_run_ledger.engine.log import Draft
 from agent_run_ledger.errors import (
     InvalidArguments,
     InvalidName,
+    KeyUnavailable,
     LeaseLost,
     NotDurableWarning,
     RunClosed,
     RunInputMismatch,
-    RunNotFound,
     RunOwned,
     StepInDoubt,
     StoreCorrupt,
@@ -71,6 +71,7 @@ if TYPE_CHECKING:
     from agent_run_ledger.drivers.asynchronous import AsyncDriver
     from agent_run_ledger.heads import Against, Emitting, HeadLog
     from agent_run_ledger.prices import Prices
+    from agent_run_ledger.stores.encryption import Encryption
 
 Durability = Literal["full", "process"]
 
@@ -88,6 +89,9 @@ class _Unsaid(int):
 _LOOP_THRESHOLD = _Unsaid(LoopDetectorPolicy().max_repetitions)
 
 PAYLOAD_LIMIT = 16 * 1024 * 1024
+
+_TOLD_EVERY = 500
+"""After so many entries whoever waits for a verification hears how far it is."""
 
 OUTAGE_SECONDS = 60.0
 """How long a store that cannot be reached is waited for, where nobody says."""
@@ -145,6 +149,7 @@ class Ledger(Operator):
         min_free_bytes: int | None,
         outage_seconds: float,
         heads: HeadLog | None,
+        encryption: Encryption | None,
         clock: Clock | None,
     ) -> None:
         if durability not in ("full", "process"):
@@ -189,6 +194,9 @@ class Ledger(Operator):
         if clock is None and self._store.is_remote:
             # Timers, and what is written down, are by one clock for all who share the store, whatever their machines say.
             self._clock = getattr(self._store, "clock", self._clock)
+        self._encryption = encryption
+        if encryption is not None:
+            self._store = _encrypted(self._store, encryption)
         self._outage_seconds = outage_seconds
         self._durability = durability
         self._min_free = _min_free(min_free_bytes)
@@ -280,8 +288,12 @@ class Ledger(Operator):
     # --- looking ------------------------------------------------------------------------------------------------------
 
     def get_run(self, run_id: str) -> RunRecord:
-        """The run as it stands. Raises `RunNotFound`."""
-        return self._record(self._summary(run_id))
+        """The run as it stands. Raises `RunNotFound`, and `KeyUnavailable` where it is encrypted and its key is not here."""
+        summary = self._summary(run_id)
+        if summary.first.encoding is not None or summary.last.encoding is not None:
+            reading.opened(self._store, run_id)
+            self._store.read(run_id)  # which is damaged, then
+        return self._record(summary)
 
     def runs(self, status: str | None = None) -> list[RunRecord]:
         """All runs, oldest first; those in one state where `status` names it. Nobody may act upon a damaged run: it is in none."""
@@ -344,7 +356,7 @@ class Ledger(Operator):
 
         expected = heads.kept(against, key)
         findings: list[Finding] = []
-        entries = number = 0
+        entries = number = unchecked = 0
         if run_id is None:
             findings += [Finding("", None, "storage", message) for message in self._store.check()]
             ids: Iterator[str] = (summary.head.run_id for summary in self._store.summaries())
@@ -357,27 +369,30 @@ class Ledger(Operator):
         for each in ids:
             comparison = heads.Comparison(expected.pop(each, ()))
             try:
-                auditor = audit.Audit(each, self._store.secret(each))
-                for page in reading.pages(self._store, each):
-                    for row in page:
-                        auditor.take(reading.whole(self._store, each, row))
-                        comparison.take(auditor.leaves, auditor.frontier)
-                    if told is not None:
+                secret, rows = reading.as_far_as_it_opens(self._store, each)
+                auditor = audit.Audit(each, secret)
+                for row in rows:
+                    auditor.take(row)
+                    comparison.take(auditor.leaves, auditor.frontier)
+                    if told is not None and auditor.leaves % _TOLD_EVERY == 0:
                         told(entries + auditor.leaves)
                 head = self._store.head(each)  # after the entries, than which it may not be older
             except StoreCorrupt as error:
                 findings.append(Finding(each, None, "storage", str(error)))
                 continue
             if auditor.leaves or head is not None:
-                findings += auditor.end(head, self._store.inbox(each, 0))
+                findings += auditor.end(head, reading.behind(self._store).inbox(each, 0))
                 number += 1
+                unchecked += auditor.unchecked
             elif not compared:
-                raise RunNotFound(each)
-            findings += comparison.end(auditor.leaves)
+                if run_id is None:
+                    continue  # deleted since it was listed
+                raise reading.absent(self._store, each)
+            findings += comparison.end(auditor.leaves, self._store.tombstone(each) if compared else None)
             entries += auditor.leaves
-        for missing in expected.values():
-            findings += heads.Comparison(missing).end(0)
-        return VerificationReport(not findings, findings, entries, number, compared)
+        for gone, missing in expected.items():
+            findings += heads.Comparison(missing).end(0, self._store.tombstone(gone))
+        return VerificationReport(not findings, findings, entries, number, compared, unchecked)
 
     def tree_head(self, run_id: str, size: int | None = None) -> TreeHead:
         """The size and root of the run's tree as it is now, or as it was when it had `size` entries. They are on stable storage by then.
@@ -402,7 +417,7 @@ class Ledger(Operator):
         return proving.consistency(self._store, check_name("run_id", run_id), size1, size2)
 
     def _record(self, summary: Summary) -> RunRecord:
-        record = records.run_record(summary)
+        record = records.run_record(summary, self._end(summary))
         if record.is_damaged:
             rows = [row for page in reading.pages(self._store, record.run_id) for row in page]
             record.status = str(damage.last_state(rows))
@@ -410,22 +425,30 @@ class Ledger(Operator):
             record.cause is None and record.status == RunState.BLOCKED and summary.last.kind not in ("waiting", "asked")
         ):
             # something came in since it was parked: a signal, or the outcome of a step beside the one in doubt
-            with suppress(StoreCorrupt):
+            with suppress(StoreCorrupt, KeyUnavailable):
                 record.cause = reading.read(self._store, record.run_id).cause_text
         return record
 
     def _summary(self, run_id: str) -> Summary:
         summary = next(iter(self._store.summaries(check_name("run_id", run_id))), None)
         if summary is None:
-            raise RunNotFound(run_id)
+            raise reading.absent(self._store, run_id)
         return summary
+
+    def _end(self, summary: Summary) -> Row:
+        """The entry with which the run ended or stands: the last one, but for those that say what was erased since."""
+        with suppress(*damage.DAMAGE):
+            seq = erasing.ended_at(summary.last)
+            found = self._store.read(summary.head.run_id, seq - 1, limit=1) if seq is not None else ()
+            return found[0] if found else summary.last
+        return summary.last
 
     def _readable(self, run_id: str) -> damage.Readable:
         store = self._store
         if not store.read(check_name("run_id", run_id), limit=1, payloads_up_to=0):
-            raise RunNotFound(run_id)
+            raise reading.absent(store, run_id)
         read, fetch = partial(reading.pages, store, run_id), partial(store.payload, run_id)
-        return damage.readable(run_id, store.secret(run_id), read, fetch)
+        return damage.readable(run_id, reading.opened(store, run_id), read, fetch)
 
     # --- budgets that runs share --------------------------------------------------------------------------------------
 
@@ -469,7 +492,7 @@ class Ledger(Operator):
             if run.is_busy:
                 raise UnorderedStep(run_id, "detach", run.busy_with)
             if not run.is_held and self._store.head(run_id) is None:
-                raise RunNotFound(run_id)
+                raise reading.absent(self._store, run_id)
             self._driver.give_back(run)
 
     def copy(
@@ -496,7 +519,7 @@ class Ledger(Operator):
         from agent_run_ledger.copying import Copying
 
         if self._store.head(check_name("run_id", run_id)) is None:
-            raise RunNotFound(run_id)
+            raise reading.absent(self._store, run_id)
         if isinstance(to, Ledger):
             return Copying(self, to._store, told).run(run_id, children=children)
         if os.fspath(to) == ":memory:":
@@ -504,6 +527,8 @@ class Ledger(Operator):
                 "a ledger in memory that nobody else has would be gone at once: give a path, or an open ledger"
             )
         store = open_store(to, durability="full", clock=self._clock, outage_seconds=self._outage_seconds)
+        if self._encryption is not None:
+            store = _encrypted(store, self._encryption)
         try:
             return Copying(self, store, told).run(run_id, children=children)
         finally:
@@ -575,6 +600,7 @@ class AgentRunLedger(Fleet, Ledger):
     `db_path` is a file, `":memory:"`, or a store. `max_steps` limits each run, `loop_threshold` equal calls with an equal outcome
     trip the breaker. `durability="full"` survives a power cut, `"process"` any death of the process. `owner` is a label for people.
     A PostgreSQL server that cannot be reached is waited for, for `outage_seconds`. To `heads` a signed head is added of each run that ends.
+    With an `encryption` new runs are encrypted.
 
     >>> ledger = AgentRunLedger("agent.db")
     >>> run_id = ledger.create_run(goal="Reconcile October invoices")
@@ -603,6 +629,7 @@ class AgentRunLedger(Fleet, Ledger):
         min_free_bytes: int | None = None,
         outage_seconds: float = OUTAGE_SECONDS,
         heads: HeadLog | None = None,
+        encryption: Encryption | None = None,
         clock: Clock | None = None,
     ) -> None:
         if policy is not None and loop_threshold is not _LOOP_THRESHOLD:
@@ -632,6 +659,7 @@ class AgentRunLedger(Fleet, Ledger):
             min_free_bytes=min_free_bytes,
             outage_seconds=outage_seconds,
             heads=heads,
+            encryption=encryption,
             clock=clock,
         )
         self._agents = {}
@@ -654,7 +682,12 @@ class AgentRunLedger(Fleet, Ledger):
 
     @classmethod
     def open_read_only(
-        cls, path: str | os.PathLike[str], *, outage_seconds: float = OUTAGE_SECONDS, clock: Clock | None = None
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        outage_seconds: float = OUTAGE_SECONDS,
+        encryption: Encryption | None = None,
+        clock: Clock | None = None,
     ) -> Self:
         """The ledger at `path` to look at, also while agents work on it: it is not made, written or migrated.
 
@@ -670,7 +703,7 @@ class AgentRunLedger(Fleet, Ledger):
         store = open_store(
             path, durability="full", clock=clock or SystemClock(), outage_seconds=outage_seconds, read_only=True
         )
-        return cls(store, outage_seconds=outage_seconds, clock=clock)
+        return cls(store, outage_seconds=outage_seconds, encryption=encryption, clock=clock)
 
     @staticmethod
     def migrate(
@@ -972,6 +1005,12 @@ def _min_free(given: int | None) -> int:
             f"{where} is a whole number of bytes, at least 0, not {given if given is not None else text!r}"
         )
     return value or 0
+
+
+def _encrypted(store: Store, encryption: Encryption) -> Store:
+    from agent_run_ledger.stores.encrypted import encrypted
+
+    return encrypted(store, encryption)
 
 
 def _close_all() -> None:

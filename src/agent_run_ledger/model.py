@@ -554,6 +554,48 @@ class RestoredLedger:
     """Where what stood there before is kept; None where nothing did."""
 
 
+@dataclass(frozen=True, slots=True)
+class Forgotten:
+    """What was erased of one run, or that it was deleted."""
+
+    run_id: str
+    status: str
+    ended_at: float
+    """Unix seconds."""
+    payloads: int
+    """How many entries have lost their payload: arguments, outputs, errors, the goal, signals, reasons."""
+    secret_erased: bool
+    """Whether the run's secret went, too, so that nobody can find out any more whether a payload was what he thinks."""
+    is_deleted: bool
+    """Whether nothing is left of the run but a tombstone."""
+    pending: tuple[str, ...] = ()
+    """What may still hold the bytes, one sentence each, and what takes them out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """What `gc` did; with ``is_tried`` what it would do."""
+
+    runs: tuple[Forgotten, ...]
+    left: tuple[tuple[str, str], ...]
+    """Runs that are old enough and were left as they are, each with the reason."""
+    pending: tuple[str, ...]
+    """As for `Forgotten`."""
+    is_tried: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Rewrapped:
+    """What ``rewrap`` did to the keys of runs; what these have encrypted stays as it is."""
+
+    runs: tuple[str, ...]
+    """Those whose key was under another key before."""
+    left: tuple[tuple[str, str], ...]
+    """Those whose key could not be had, each with the reason."""
+    pending: tuple[str, ...]
+    """What may still hold a key as it was sealed before, as for `Forgotten`."""
+
+
 @dataclass(slots=True)
 class Inspection:
     """One run as closely as it can be looked at, also where entries of it are damaged."""
@@ -665,3 +707,5 @@ class VerificationReport:
     runs: int
     heads: int = 0
     """How many heads that were kept elsewhere it was held to."""
+    unchecked: int = 0
+    """Payloads that are encrypted under a key that is not here: of them it is known that they are there, and not what they are."""

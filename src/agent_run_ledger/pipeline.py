@@ -29,6 +29,7 @@ from agent_run_ledger.run import park, perform, with_key
 if TYPE_CHECKING:
     from agent_run_ledger.heads import HeadLog
     from agent_run_ledger.prices import Prices
+    from agent_run_ledger.stores.encryption import Encryption
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -202,10 +203,10 @@ class Execution:
         return _rebuilt(payload, _sinks(self._order))
 
     def recorded(self) -> Any:
-        """The result of a completed run; None where it was erased."""
+        """The result of a completed run. Raises `PayloadErased`."""
         history = self.run.history
         ran = [step for step in self._order if step.name in history.positions]  # the others were added since
-        return _rebuilt(history.result, _sinks(ran)) if history.result is not None else None
+        return _rebuilt(runs.result_of(history), _sinks(ran))
 
 
 def _sinks(order: list[Step]) -> list[Step]:
@@ -257,6 +258,7 @@ class RunLedger(Ledger):
         min_free_bytes: int | None = None,
         outage_seconds: float = OUTAGE_SECONDS,
         heads: HeadLog | None = None,
+        encryption: Encryption | None = None,
         clock: Clock | None = None,
     ) -> None:
         self.run_id = check_name("run_id", run_id)
@@ -282,6 +284,7 @@ class RunLedger(Ledger):
             min_free_bytes=min_free_bytes,
             outage_seconds=outage_seconds,
             heads=heads,
+            encryption=encryption,
             clock=clock,
         )
 

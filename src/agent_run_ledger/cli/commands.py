@@ -13,8 +13,8 @@ from typing import NoReturn
 
 import agent_run_ledger
 from agent_run_ledger.cli import fleet, places, preflight, proving, supervise
-from agent_run_ledger.cli.options import count, money, number, seconds
-from agent_run_ledger.cli.shell import ERROR, INTERRUPTED, PIPE_CLOSED, VARIABLE, UsageError
+from agent_run_ledger.cli.options import age, count, money, number, seconds
+from agent_run_ledger.cli.shell import ERROR, INTERRUPTED, KEYS_VARIABLE, PIPE_CLOSED, VARIABLE, UsageError
 from agent_run_ledger.cli.terminal import plain, showing, writable
 from agent_run_ledger.redacting import of_this_process, without_passwords
 
@@ -126,6 +126,11 @@ def _add_db(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--db", metavar="PLACE", help=f"the ledger: its file, or its address, postgresql://… (default: ${VARIABLE})"
     )
+    parser.add_argument(
+        "--keys",
+        metavar="MODULE[:NAME]",
+        help=f"where the Encryption is that has the keys of encrypted runs (default: ${KEYS_VARIABLE})",
+    )
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -141,6 +146,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = _Commands(parser)
     _add_looking(commands)
     _add_acting(commands)
+    _add_forgetting(commands)
     _add_programs(commands)
     return parser
 
@@ -324,6 +330,55 @@ def _add_acting(commands: _Commands) -> None:
             metavar="DIGEST",
             required=True,
             help="of the arguments that were looked at, as `approvals` shows it",
+        )
+
+
+def _add_forgetting(commands: _Commands) -> None:
+    forget = commands.add(
+        "forget",
+        "forgetting",
+        "Erase what a run that has ended has kept: arguments, outputs, errors, goal, signals and reasons, of one step or of all. Its log "
+        "still verifies, and says what was erased, by whom, when and why.",
+        "--db agent.db forget refund-209 --reason 'the customer asked for it' --yes",
+        of="act",
+    )
+    forget.add_argument("run_id", metavar="RUN")
+    forget.add_argument("--step", metavar="N", type=number, help="only this step")
+    forget.add_argument(
+        "--all",
+        action="store_true",
+        help="the run's secret, too: then nobody can find out whether something was what it kept",
+    )
+    gc = commands.add(
+        "gc",
+        "forgetting",
+        "Delete runs that ended some time ago, each with all that belongs to it. A tombstone says how long its log was, its root, who "
+        "deleted it and why.",
+        "--db agent.db gc --older-than 30d --keep-proofs --yes",
+        of="act",
+    )
+    gc.add_argument(
+        "--older-than", metavar="AGE", type=age, required=True, help="since they ended: 30d, 12h, 90m, 45s or 4w"
+    )
+    gc.add_argument(
+        "--keep-proofs", action="store_true", help="keep the entries, which still verify, and erase what they have kept"
+    )
+    gc.add_argument("--dry-run", action="store_true", help="list what would be done, and do nothing")
+    rewrap = commands.add(
+        "rewrap",
+        "forgetting",
+        "Seal the keys of all encrypted runs under the key that new runs get. What they encrypt stays as it is. Then the old key is needed by "
+        "backups only.",
+        "--db agent.db --keys billing.keys rewrap --yes",
+    )
+    rewrap.add_argument("--yes", action="store_true", help="do it; without this it is said what it would do")
+    for each in (forget, gc):
+        each.add_argument("--reason", metavar="TEXT", default="", help="why, for the log")
+    for each in (forget, gc, rewrap):
+        each.add_argument(
+            "--no-scrub",
+            action="store_true",
+            help="do not rewrite the file, which keeps writers waiting: free pages hold the bytes until the next time without this",
         )
 
 

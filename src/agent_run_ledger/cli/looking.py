@@ -11,7 +11,17 @@ from typing import TYPE_CHECKING, Any
 import agent_run_ledger
 from agent_run_ledger.cli.fleet import stuck
 from agent_run_ledger.cli.proving import heads_given, key_given, signing
-from agent_run_ledger.cli.shell import OK, PROBLEM, UsageError, command_for, data_of, opened_to_look, path_of, run_data
+from agent_run_ledger.cli.shell import (
+    OK,
+    PROBLEM,
+    UsageError,
+    command_for,
+    data_of,
+    encryption_of,
+    opened_to_look,
+    path_of,
+    run_data,
+)
 from agent_run_ledger.cli.terminal import Progress, as_json, counted, cut, labelled, plain, table, took, when, width
 from agent_run_ledger.cli.waiting import Wait, data_of_waits, queued, told, waits_of
 
@@ -197,6 +207,10 @@ def verify(given: argparse.Namespace) -> int:
         f"{counted(len(report.findings), 'finding', 'findings')}"
         + (f", held to {counted(report.heads, 'kept head', 'kept heads')}" if given.against is not None else "")
     )
+    if report.unchecked:
+        print(
+            f"{counted(report.unchecked, 'payload', 'payloads')} could not be checked: encrypted under keys that are not here (--keys)"
+        )
     if report.findings:
         print()
         rows = (
@@ -215,7 +229,7 @@ def verify(given: argparse.Namespace) -> int:
 def doctor(given: argparse.Namespace) -> int:
     from agent_run_ledger.cli.doctor import examine
 
-    checks = list(examine(path_of(given)))
+    checks = list(examine(path_of(given), encryption_of(given)))
     ok = all(check.level != "problem" for check in checks)
     if given.json:
         print(as_json({"ok": ok, "checks": [data_of(check) for check in checks]}))

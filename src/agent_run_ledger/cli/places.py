@@ -8,7 +8,16 @@ from collections.abc import Callable
 
 import agent_run_ledger
 from agent_run_ledger.cli.options import number
-from agent_run_ledger.cli.shell import OK, PREVIEWED, UsageError, data_of, is_address, opened_to_look, path_of
+from agent_run_ledger.cli.shell import (
+    OK,
+    PREVIEWED,
+    UsageError,
+    data_of,
+    is_address,
+    opened,
+    opened_to_look,
+    path_of,
+)
 from agent_run_ledger.cli.terminal import Progress, as_json, counted, plain
 
 
@@ -77,7 +86,7 @@ def copy(given: argparse.Namespace) -> int:
     progress = Progress(sys.stderr)
     copied = []
     opened_to_look(given).close()  # a file that is not there is not made
-    with agent_run_ledger.AgentRunLedger(path_of(given)) as ledger:
+    with opened(given) as ledger:
         for run_id in given.run_ids:
             try:
                 found = ledger.copy(run_id, given.to, children=given.children, told=progress.show)

@@ -16,6 +16,7 @@ from agent_run_ledger.redacting import without_passwords
 
 OK, PROBLEM, ERROR, PREVIEWED, INTERRUPTED, TERMINATED, PIPE_CLOSED = 0, 1, 2, 3, 130, 143, 141
 VARIABLE = "AGENT_RUN_LEDGER_DB"
+KEYS_VARIABLE = "AGENT_RUN_LEDGER_KEYS"
 
 
 _LOOK_SECONDS = 5.0
@@ -47,7 +48,25 @@ def path_of(given: argparse.Namespace) -> str:
 
 def opened_to_look(given: argparse.Namespace) -> agent_run_ledger.AgentRunLedger:
     """The ledger that is meant, opened read-only."""
-    return agent_run_ledger.AgentRunLedger.open_read_only(path_of(given), outage_seconds=_LOOK_SECONDS)
+    return agent_run_ledger.AgentRunLedger.open_read_only(
+        path_of(given), outage_seconds=_LOOK_SECONDS, encryption=encryption_of(given)
+    )
+
+
+def opened(given: argparse.Namespace) -> agent_run_ledger.AgentRunLedger:
+    """The ledger that is meant, opened for writing."""
+    return agent_run_ledger.AgentRunLedger(path_of(given), encryption=encryption_of(given))
+
+
+def encryption_of(given: argparse.Namespace) -> agent_run_ledger.Encryption | None:
+    """What holds the keys of encrypted runs, where somebody says where it is. Raises `UsageError`."""
+    place: str | None = given.keys if given.keys is not None else os.environ.get(KEYS_VARIABLE)
+    if not place:
+        return None
+    from agent_run_ledger.cli.loading import made_by
+
+    found: agent_run_ledger.Encryption = made_by(place, agent_run_ledger.Encryption)
+    return found
 
 
 def command_for(given: argparse.Namespace, name: str, *words: str, **options: str | Literal[True]) -> str:

@@ -238,6 +238,11 @@ class Leases:
         rows = [row for row, _ in sealed]
         return self._store.adopt(run_id, token, secret, runs.listing(sealed[0][1]), [rows], (), None)
 
+    def forget(self, run_id: str) -> None:
+        """Keep nothing in memory of a run that has ended: whoever asks for it reads what is left."""
+        with self._lock:
+            self._runs.pop(run_id, None)
+
     def wake(self, run: HeldRun) -> None:
         """Let a worker take a run of a queue now. Raises `RunNotFound`, and `RunOwned` while somebody has it."""
         with run.lock:

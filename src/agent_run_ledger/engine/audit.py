@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from agent_run_ledger import merkle
-from agent_run_ledger.contract import Head, Listing, Request, Row
+from agent_run_ledger.contract import AES_GCM, Head, Listing, Request, Row, sealed_under
+from agent_run_ledger.engine.erasing import Spans
 from agent_run_ledger.engine.history import KEPT_BYTES, History
 from agent_run_ledger.engine.log import PAUSES
 from agent_run_ledger.engine.runs import listing
@@ -23,7 +24,7 @@ _COLUMNS: tuple[tuple[str, type, Any], ...] = (
 """Each column's type, and what is taken for it where the type is another; None: the column may be empty."""
 _NO_MOVE = {
     "created", "value", "missed", "redispatched_undeclared", "answered", "signal", "declined", "forked", "notice", "blocked",
-    "limited", "granted", "settled",
+    "limited", "granted", "settled", "erased",
 }  # fmt: skip
 _EVENTS = {
     "intent": {Event.START_STEP},
@@ -55,8 +56,9 @@ def audit(
 class Audit:
     """Every finding of one run, in log order: sequence, leaves, roots, columns, digests, keys, lifecycle, fencing, head.
 
-    It takes one whole entry after the other, keeps no long payload, and at the end is told of the head as it is *then*. An erased
-    payload is no finding, its digest in the body still stands. A bare database proves only that it agrees with itself.
+    It takes one whole entry after the other, keeps no long payload, and at the end is told of the head as it is *then*. A payload that
+    a later entry says was erased is no finding, its digest in the body still stands. A bare database proves only that it agrees with
+    itself.
     """
 
     def __init__(self, run_id: str, secret: bytes) -> None:
@@ -65,7 +67,11 @@ class Audit:
         is_bytes = type(secret) is bytes  # a file holds whatever is written into it
         if not is_bytes:
             self.found(None, "secret", f"the run's secret is of type {type(secret).__name__}, it should be bytes")
-        self.secret = secret = secret if is_bytes else b""
+        self.is_sealed = is_bytes and sealed_under(secret) is not None
+        """Whether what the run has kept is encrypted, and its key is not here."""
+        self.unchecked = 0
+        """Payloads that could not be looked at for that."""
+        self.secret = secret = secret if is_bytes and not self.is_sealed else b""
         self.size = 0
         self.leaves = 0
         self.frontier: list[bytes] = []
@@ -77,6 +83,14 @@ class Audit:
         self.seen: set[tuple[str | None, int | None, str]] = set()
         self.is_carrying = False
         """Whether the run was made from another one, and what stands here was carried over."""
+        self.erased = Spans()
+        """Entries of which the payload is gone, and no entry so far says so."""
+        self.kept = Spans()
+        """Entries that have their payload."""
+        self.ended = 0
+        """The entry with which the run ended."""
+        self.lost_secret = False
+        """Whether an entry says that the secret was erased."""
         self.listing: Listing | None = None
         """What the run is to be found by, as its first entry says."""
         self.history = History(run_id, secret)
@@ -88,6 +102,13 @@ class Audit:
 
     def end(self, head: Head | None, requests: Sequence[Request]) -> list[Finding]:
         """There are no more entries: everything that was found."""
+        for first, last in self.erased.found:
+            which = f"entry {first}" if first == last else f"entries {first} to {last}"
+            self.found(first, "erased", f"the payload of {which} is gone, and no later entry says that it was erased")
+        if self.lost_secret and (self.secret or self.is_sealed):
+            self.found(None, "secret", "an entry says that the run's secret was erased, and it is there")
+        elif self.leaves and not (self.lost_secret or self.secret or self.is_sealed):
+            self.found(None, "secret", "the run's secret is gone, and no entry says that it was erased")
         self.head(head, [request.id for request in requests])
         return self.findings
 
@@ -136,10 +157,12 @@ class Audit:
                 "the entry says that it was carried over from another run, and stands behind the fork",
             )
         self.columns(row, body)
+        if row.kind == "erased":
+            self.erasing(row, body)
         self.payload(row, body)
         self.moves(row, body)
         self.order(row, body)
-        if row.payload is not None and len(row.payload) > KEPT_BYTES:
+        if row.payload is not None and (len(row.payload) > KEPT_BYTES or row.encoding is not None):
             row = row._replace(payload=None)
         try:
             self.history.absorb(row, body)
@@ -179,10 +202,22 @@ class Audit:
                 )
             return
         if row.payload is None:
+            self.erased.add(row.seq)
             if row.digest is not None:
                 self.found(row.seq, "payload", "the payload is missing although its digest was not erased with it")
             elif row.fingerprint is not None or row.encoding is not None:
                 self.found(row.seq, "payload", "the payload is erased, and a column that goes with it is not")
+            return
+        self.kept.add(row.seq)
+        if row.encoding == AES_GCM and self.is_sealed:
+            self.unchecked += 1
+            return
+        if row.encoding == AES_GCM:
+            self.found(
+                row.seq,
+                "payload",
+                "the payload cannot be decrypted: it was not encrypted for this entry, or was changed",
+            )
             return
         if row.encoding is not None:
             self.found(row.seq, "payload", f"the payload's encoding {row.encoding!r} is not known to this version")
@@ -203,6 +238,26 @@ class Audit:
             canonical.decode(row.payload)
         except (ValueError, RecursionError) as error:
             self.found(row.seq, "payload", f"the payload cannot be decoded: {error}")
+
+    def erasing(self, row: Row, body: dict[str, Any]) -> None:
+        """What is said to be erased is gone, and the run had ended by then."""
+        spans = body.get("entries")
+        if type(spans) is not list or not all(
+            type(span) is list and len(span) == 2 and all(type(each) is int for each in span) for span in spans
+        ):
+            self.found(row.seq, "erased", f"entries is {spans!r}, and these are no numbers of entries")
+            spans = []
+        for first, last in spans:
+            if still := self.kept.within(first, last):
+                self.found(still[0][0], "erased", f"entry {row.seq} says that this payload was erased, and it is there")
+            self.erased.remove(first, last)
+        self.lost_secret = self.lost_secret or body.get("secret") is True
+        if body.get("ended") != self.ended or not self.state.is_terminal:
+            self.found(
+                row.seq,
+                "order",
+                f"ended is {body.get('ended')!r}, and the run has ended with entry {self.ended or None}",
+            )
 
     def key(self, row: Row, arguments: bytes, body: dict[str, Any]) -> None:
         """A key is made of position and arguments, or it is that of the step which is continued, or that of the run it came from."""
@@ -266,6 +321,8 @@ class Audit:
             self.found(row.seq, "lifecycle", f"{state} does not follow from {after} by the lifecycle table")
         if isinstance(state, str) and state in RunState.__members__:
             self.state = RunState(state)
+            if self.state.is_terminal and not self.ended:
+                self.ended = row.seq
         token = body.get("token")
         if not isinstance(token, int) or token < self.token:
             self.found(row.seq, "fencing", f"fencing token {token} after {self.token}: tokens never go down")

@@ -44,12 +44,12 @@ VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
 
 _FENCE = "SELECT owner, fencing_token, inbox, note FROM runs WHERE run_id = ?"
 
-# A run of that id that exists leaves everything as it is; a tombstone of one is refused by a trigger.
+# A run of that id that exists, or a tombstone of one, leaves everything as it is.
 _MAKE = """
 INSERT INTO runs (run_id, fencing_token, owner, lease_until, lease_seconds, lease_boot,
     created_at, agent, queue, priority, key, due, inbox)
 SELECT ?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, ?12, ?13
-WHERE NOT EXISTS (SELECT 1 FROM runs WHERE run_id = ?1)
+WHERE NOT EXISTS (SELECT 1 FROM runs WHERE run_id = ?1) AND NOT EXISTS (SELECT 1 FROM tombstones WHERE run_id = ?1)
 RETURNING 1
 """
 
@@ -133,7 +133,7 @@ class Log:
             return False
         db.execute("INSERT INTO secrets (run_id, secret) VALUES (?, ?)", (run_id, secret))
         for rows in pages:
-            self._insert(db, run_id, rows)
+            self.insert(db, run_id, rows)
         return True
 
     def bring_back(
@@ -150,7 +150,7 @@ class Log:
         if db.execute(_COME_BACK, (run_id, token, inbox, due)).fetchone() is None:
             return False
         for rows in pages:
-            self._insert(db, run_id, rows)
+            self.insert(db, run_id, rows)
         return True
 
     def append(self, run_id: str, token: int, inbox: int, rows: Sequence[Row], *, synced: bool) -> bool:
@@ -234,7 +234,7 @@ class Log:
             if is_written:
                 return True
             _refuse(db, run_id, token, inbox)
-            return None if _stand(db, run_id, rows) else False
+            return None if stand(db, run_id, rows) else False
         except LedgerError as error:
             return error
         except sqlite3.Error as error:
@@ -243,7 +243,7 @@ class Log:
             is_alone = not leaves_doubt(error) or code(error) == 0
             if not is_alone or not db.in_transaction:
                 raise
-            return None if is_refused(error) and _stand(db, run_id, rows) else self._fault(error)
+            return None if is_refused(error) and stand(db, run_id, rows) else self._fault(error)
 
     def _append_whole(self, run_id: str, token: int, inbox: int, rows: Sequence[Row], db: sqlite3.Connection) -> bool:
         """All rows or none, in a transaction that goes on in either case."""
@@ -262,12 +262,13 @@ class Log:
         owner, *fence, note = db.execute(_FENCE, (run_id,)).fetchone() or (None, None, None, None)
         if owner is None or fence != [token, inbox]:
             return False
-        self._insert(db, run_id, rows)
+        self.insert(db, run_id, rows)
         if note is not None:
             db.execute("UPDATE runs SET note = NULL WHERE run_id = ?", (run_id,))
         return True
 
-    def _insert(self, db: sqlite3.Connection, run_id: str, rows: Sequence[Row]) -> None:
+    def insert(self, db: sqlite3.Connection, run_id: str, rows: Sequence[Row]) -> None:
+        """Write these rows in this transaction, whose caller has looked at the fence."""
         for row in rows:
             self._files.log_pages += len(row.payload or b"") // PAGE_BYTES
             if _is_large(row):
@@ -291,7 +292,7 @@ class Log:
 
     def _counts(self, run_id: str, rows: Sequence[Row], synced: bool) -> bool:
         """Whether rows that this call did not write count as written: they stand there, on stable storage if `synced`."""
-        if not _stand(self._files.ready(), run_id, rows):
+        if not stand(self._files.ready(), run_id, rows):
             return False
         if synced and not self._files.is_emptied():
             raise StoreUnavailable(_NOT_KNOWN_TO_BE_SYNCED)
@@ -307,7 +308,7 @@ class Log:
             with suppress(sqlite3.Error, OSError, StoreError):  # the first failure says more
                 db = self._files.ready()
                 are_there = [
-                    not self._holding.is_inherited(run_id, token) and _stand(db, run_id, rows)
+                    not self._holding.is_inherited(run_id, token) and stand(db, run_id, rows)
                     for run_id, token, _, rows in appends
                 ]
         return [
@@ -356,7 +357,7 @@ def _refuse(db: sqlite3.Connection, run_id: str, token: int, inbox: int) -> None
         raise StoreError(f"run {run_id!r}: an entry without kind, body or roots was refused; nothing was written.")
 
 
-def _stand(db: sqlite3.Connection, run_id: str, rows: Sequence[Row]) -> bool:
+def stand(db: sqlite3.Connection, run_id: str, rows: Sequence[Row]) -> bool:
     """Whether the ledger has exactly these rows already."""
     if not rows:
         return False

@@ -6,11 +6,24 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import psycopg
 
-from agent_run_ledger.contract import Append, Beat, Head, Lease, Listing, QueueTerms, Request, Row, Summary
+from agent_run_ledger.contract import (
+    SECRET_BYTES,
+    Append,
+    Beat,
+    Erasure,
+    Head,
+    Lease,
+    Listing,
+    QueueTerms,
+    Request,
+    Row,
+    Summary,
+    Tombstone,
+)
 from agent_run_ledger.errors import (
     LeaseLost,
     LedgerError,
@@ -22,8 +35,8 @@ from agent_run_ledger.errors import (
     StoreUnavailable,
 )
 from agent_run_ledger.stores import lifetime
+from agent_run_ledger.stores.postgres import erasing, reading
 from agent_run_ledger.stores.postgres import queues as waiting
-from agent_run_ledger.stores.postgres import reading
 from agent_run_ledger.stores.postgres.appending import append_row, append_together, is_large
 from agent_run_ledger.stores.postgres.bell import Bell
 from agent_run_ledger.stores.postgres.clock import SERVER_TIME
@@ -103,6 +116,9 @@ FOR NO KEY UPDATE OF r
 # A lock of a row stands in the server's log, so that its commit waits for all that was written there before, and for the standby.
 _SYNC = f"SELECT 1 FROM runs WHERE run_id = %s AND {SYNCED} FOR NO KEY UPDATE".encode()
 _UNTIL_FLUSHED_SECONDS = 0.02
+
+
+T = TypeVar("T")
 
 
 class PostgresStore:
@@ -333,6 +349,33 @@ class PostgresStore:
 
         return self._links.run(work)
 
+    def erase(self, run_id: str, token: int, rows: Sequence[Row], erasure: Erasure) -> None:
+        if self._is_inherited(run_id, token):
+            raise LeaseLost(run_id, token)
+        self._take_away(partial(erasing.erase, run_id, token, rows, erasure))
+
+    def delete(self, tombstone: Tombstone, token: int) -> None:
+        if self._is_inherited(tombstone.run_id, token):
+            raise LeaseLost(tombstone.run_id, token)
+        self._take_away(partial(erasing.delete, tombstone, token))
+        self._held.pop(tombstone.run_id, None)
+
+    def _take_away(self, work: Callable[[Link], T]) -> T:
+        self._refuse_reading()
+        try:
+            return self._links.run(work)
+        except StoreError as error:
+            if isinstance(error.__cause__, psycopg.errors.InsufficientPrivilege):
+                raise erasing.refusal(self.place, error.__cause__) from error.__cause__
+            raise
+
+    def tombstone(self, run_id: str) -> Tombstone | None:
+        return self._links.run(lambda link: erasing.standing(link, run_id))
+
+    def scrub(self) -> list[str]:
+        self._refuse_reading()
+        return list(erasing.PENDING)
+
     # --- reading ------------------------------------------------------------------------------------------------------
 
     def read(
@@ -366,6 +409,11 @@ class PostgresStore:
     def secret(self, run_id: str) -> bytes:
         found = self._ask(reading.SECRET, run_id)
         return found[0][0] or b"" if found else b""
+
+    def reseal(self, run_id: str, sealed: bytes, anew: bytes) -> bool:
+        if min(len(sealed), len(anew)) <= SECRET_BYTES:
+            return False
+        return self._take_away(partial(erasing.reseal, run_id, sealed, anew))
 
     def summaries(self, run_id: str | None = None) -> Iterator[Summary]:
         if run_id is not None:
