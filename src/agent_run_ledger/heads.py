@@ -214,9 +214,11 @@ class Comparison:
     """One run's entries, as they are recomputed, held to its heads that were kept elsewhere."""
 
     def __init__(self, heads: Iterable[TreeHead]) -> None:
-        self._heads = list(heads)
-        self._roots = {head.size: merkle.EMPTY_ROOT for head in self._heads if head.size == 0}
-        self._sizes = {head.size for head in self._heads}
+        self.heads = list(heads)
+        self._roots = {head.size: merkle.EMPTY_ROOT for head in self.heads if head.size == 0}
+        self._sizes = {head.size for head in self.heads}
+        self.covered = 0
+        """How many entries are covered by those heads that they agree with, once there are no more."""
 
     def take(self, size: int, frontier: Sequence[bytes]) -> None:
         """So many entries give this frontier."""
@@ -225,7 +227,7 @@ class Comparison:
 
     def end(self, size: int) -> Iterator[Finding]:
         """There are no more than `size` entries: in what they are not what the heads say."""
-        for head in self._heads:
+        for head in self.heads:
             root = self._roots.get(head.size)
             if root is None:
                 left = f"{size} are left" if size else "there is no such run"
@@ -236,3 +238,5 @@ class Comparison:
                 said = f"a head that was kept says that the first {head.size} entries have the root {head.root.hex()}"
                 message = f"{said}, they give {root.hex()}: they are not what was written then"
                 yield Finding(head.run_id, head.size, "fork", message)
+            else:
+                self.covered = max(self.covered, head.size)

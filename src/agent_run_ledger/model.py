@@ -638,3 +638,7 @@ class VerificationReport:
     runs: int
     heads: int = 0
     """How many heads that were kept elsewhere it was held to."""
+    covered: int = 0
+    """How many entries those of them cover that agree."""
+    unchecked: int = 0
+    """How many payloads could not be held to the log, because they or the run's secret are withheld from a bundle."""
