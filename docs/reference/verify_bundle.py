@@ -31,10 +31,9 @@ def sha256(*parts):
 
 
 def unbase64(text):
-    found = b64decode(text, validate=True)
-    if b64encode(found).decode() != text:
+    if b64encode(b64decode(text, validate=True)).decode() != text:
         raise ValueError("there are bits in base64 that stand for nothing")
-    return found
+    return b64decode(text)
 
 
 # Ed25519, RFC 8032 §5.1. Points are (X, Y, Z, T) with x = X/Z, y = Y/Z and xy = T/Z.
@@ -75,11 +74,12 @@ def is_signed(public, message, signature):
 
 
 def signed(note, key):
-    """For each line of a note that says it is by this key, whether that is so."""
-    (name, key_hash, public), (text, _, lines) = key.strip().split("+", 2), note.partition("\n\n")
-    named = [(line.split(" ")[1], unbase64(line.split(" ")[2])) for line in lines.splitlines()]
+    """For each line of a note that says it is by this key, whether that is so; without a key nobody asks."""
+    text, _, lines = note.partition("\n\n")
+    name, key_hash, public = key.strip().split("+", 2) if key else ("", "", "")
+    named = [(each.split(" ")[1], unbase64(each.split(" ")[2])) for each in lines.splitlines()]
     ours = [each[4:] for by, each in named if (by, each[:4].hex()) == (name, key_hash)]
-    return {is_signed(unbase64(public)[1:], (text + "\n").encode(), each) for each in ours}
+    return {is_signed(unbase64(public)[1:], (text + "\n").encode(), each) for each in ours} if key else {True}
 
 
 def proved(size1, size2, root1, proof, is_first=True):
@@ -170,8 +170,8 @@ def verify(path, key=None):
                 ours |= {"fingerprint": sha256(tool.encode(), b"\0", plain)} if plain and is_call else {}
                 expect(f"entry {size}", line, ours)
                 is_carrying = "forked_from" in body or (is_carrying and "carried" in body)
-                is_carried = True if is_carrying and size > 1 else None
-                theirs = {"run": run, "seq": size, "token": max(token, body["token"]), "carried": is_carried}
+                theirs = {"run": run, "seq": size, "token": max(token, body["token"])}
+                theirs |= {"carried": True if is_carrying and size > 1 else None}
                 if secret is not None and payload is not None:
                     theirs["payload"] = sha256(secret, payload).hex()
                     if is_call and not is_carrying:
@@ -184,7 +184,7 @@ def verify(path, key=None):
     found += ["there is no head that anybody could have signed"] if key and not heads else []
     for note, proof in heads:
         of, given = int(note[2]), unbase64(note[3])
-        head = {"origin": note[1], "root": given, "signed": {True} if key is None else signed(note[0], key)}
+        head = {"origin": note[1], "root": given, "signed": signed(note[0], key)}
         head |= {"proof": proved(of, size, given, proof) if 0 < of <= size else None, "left of it": proof}
         right = {"origin": "agent-run-ledger/run/" + quote(run, safe=""), "root": roots[of], "signed": {True}}
         expect(f"the head of {of}", head, right | {"proof": (given, root), "left of it": []})

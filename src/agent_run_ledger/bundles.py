@@ -15,7 +15,7 @@ from hashlib import sha256
 from math import isfinite
 from typing import Any, NamedTuple, NoReturn
 
-from agent_run_ledger.checkpoints import Note, TreeHead, notes
+from agent_run_ledger.checkpoints import Note, TreeHead, notes, signed
 from agent_run_ledger.contract import Listing, Request, Row
 from agent_run_ledger.errors import BadBundle, BadNote, InvalidName
 from agent_run_ledger.merkle import HASH_BYTES
@@ -167,7 +167,7 @@ def parts(lines: Iterable[bytes], place: str) -> Iterator[Part]:
         if at == len(_ORDER):
             break
     if at < len(_ORDER):
-        raise BadBundle(place, number, "it was cut off behind this line" if number else "it is empty")
+        raise BadBundle(place, number or 1, "it was cut off behind this line" if number else "it is empty")
     for _ in lines:
         raise BadBundle(place, number + 1, "something stands behind its end")
 
@@ -267,6 +267,8 @@ class _Line:
             if len(found) != 1:
                 self.refuse(f"head should be one note, and there are {len(found)}")
             head = TreeHead.read(found[0].text)
+            if signed(found[0].text, *found[0].signatures) != text:
+                self.refuse("head is not written as a note is")
         except BadNote as error:
             self.refuse(error.why)
         return KeptHead(found[0], head, [self._hash("proof", each) for each in proof])

@@ -59,42 +59,63 @@ def export(
         given[head.note(signer)] = head
     secret = store.secret(run_id)
     opening = Opening(run_id, summary.head.listing, secret if has_secret else None, has_payloads)
-    # What was appended since the head was taken is not in it: a bundle ends where its head says.
     rows = (reading.whole(store, run_id, row) for page in reading.pages(store, run_id) for row in page)
     auditor, comparison = Audit(run_id, secret), Comparison(given.values())
+
+    def refuse_damage() -> None:
+        if auditor.findings:
+            raise CopyRefused(run_id, place, f"it is damaged: {auditor.findings[0].message}. `verify` says more.")
+
     with _written(place) as file:
-        digest = sha256()
-
-        def write(line: bytes, what: str) -> None:
-            if len(line) > LONGEST:
-                raise CopyRefused(run_id, place, f"{what} takes {len(line)} bytes, and a bundle has at most {LONGEST}.")
-            digest.update(line)
-            file.write(line)
-
-        write(bundles.opening_line(opening), "its listing")
+        lines = _Lines(file, run_id, place)
+        refuse_damage()
+        lines.write("the listing", bundles.opening_line, opening)
         for note, each in sorted(given.items(), key=lambda item: item[1].size):
-            if each.size > head.size:
-                break  # of what is not there nothing is proved, and it is a finding below
-            proof = proving.consistency(store, run_id, each.size, head.size).proof
-            write(bundles.head_line(note, proof), "a head")
+            if each.size <= head.size:  # else it is a finding below
+                proof = proving.consistency(store, run_id, each.size, head.size).proof
+                lines.write("a head", bundles.head_line, note, proof)
         for row in rows:
             if auditor.leaves == head.size:
-                break
+                break  # what was appended since the head was taken
             auditor.take(row)
+            refuse_damage()
             comparison.take(auditor.leaves, auditor.frontier)
-            write(bundles.entry_line(row, has_payloads=has_payloads), f"entry {row.seq}")
+            lines.write(f"entry {row.seq}", bundles.entry_line, row, has_payloads=has_payloads)
             _say(told, auditor.leaves)
         stands = store.head(run_id)  # behind the entries, than which it may not be older
         requests = [] if stands is None else [each for each in store.inbox(run_id, 0) if each.id <= stands.inbox]
-        findings = auditor.end(stands, requests) or list(comparison.end(auditor.leaves))
-        if findings or stands is None:
-            said = findings[0].message if findings else "it is gone"
-            raise CopyRefused(run_id, place, f"it is damaged: {said}. `verify` says more.")
+        auditor.end(stands, requests)
+        refuse_damage()
+        assert stands is not None
+        for finding in comparison.end(auditor.leaves):
+            raise CopyRefused(run_id, place, f"{finding.message}.")
         for request in requests:
-            write(bundles.request_line(request, has_payloads=has_payloads), f"request {request.id}")
-        write(bundles.end_line(End(head.size, head.root, stands.token, stands.inbox)), "its end")
-        file.write(bundles.digest_line(digest.digest()))
+            lines.write(f"request {request.id}", bundles.request_line, request, has_payloads=has_payloads)
+        lines.write("the end", bundles.end_line, End(head.size, head.root, stands.token, stands.inbox))
+        lines.write("the digest", bundles.digest_line, lines.digest.digest())
     return head
+
+
+class _Lines:
+    """The lines of a bundle on their way into its file."""
+
+    def __init__(self, file: BinaryIO, run_id: str, place: str) -> None:
+        self._file, self._run_id, self._place = file, run_id, place
+        self.digest = sha256()
+
+    def write(self, what: str, make: Callable[..., bytes], *given: object, **options: object) -> None:
+        """Write the line that `make` makes. Raises `CopyRefused` where a store holds what no bundle can."""
+        try:
+            line = make(*given, **options)
+        except (TypeError, ValueError) as error:  # a file holds whatever is written into it
+            raise CopyRefused(
+                self._run_id, self._place, f"it is damaged: {what} cannot be written: {error}."
+            ) from error
+        if len(line) > LONGEST:
+            why = f"{what} takes {len(line)} bytes, and a line of a bundle has at most {LONGEST}."
+            raise CopyRefused(self._run_id, self._place, why)
+        self.digest.update(line)
+        self._file.write(line)
 
 
 def _notes_of(run_id: str, heads: str | Iterable[str] | None) -> Iterator[tuple[str, TreeHead]]:
