@@ -160,7 +160,7 @@ def test_every_run_leaves_a_ledger_and_comes_into_another_byte_for_byte(tmp_path
             assert standing(there, run.run_id) == standing(here, run.run_id)
             assert target.import_run(path) == CopiedRun(run.run_id, place, head.size, is_moved=False, was_there=True)
             again = tmp_path / "again.arl"
-            target.export(run.run_id, again, secret=True, signer=SIGNER)
+            target.export(run.run_id, again, secret=True, signer=SIGNER, overwrite=True)
             assert again.read_bytes() == path.read_bytes()
         assert len(target.runs()) >= 4
         assert target.verify().findings == []
@@ -222,6 +222,9 @@ def test_a_file_is_there_whole_or_not_at_all_and_only_its_owner_may_read_it(benc
     path = tmp_path / "run.arl"
     path.write_text("kept")
     before = {each.name for each in tmp_path.iterdir()}
+    with pytest.raises(CopyRefused, match="there is a file already"):
+        ledger.export(RUN, path)
+    assert path.read_text() == "kept"
 
     def dies(entries: int) -> None:
         raise KeyboardInterrupt
@@ -231,10 +234,10 @@ def test_a_file_is_there_whole_or_not_at_all_and_only_its_owner_may_read_it(benc
     for number in range(300):
         long.execute_step("long", "t", {"n": number}, lambda n: n)
     with pytest.raises(KeyboardInterrupt):
-        long.export("long", path, told=dies)
+        long.export("long", path, overwrite=True, told=dies)
     assert path.read_text() == "kept"
     assert {each.name for each in tmp_path.iterdir()} == before
-    ledger.export(RUN, path)
+    ledger.export(RUN, path, overwrite=True)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert {each.name for each in tmp_path.iterdir()} == before
     assert verify_bundle(path).ok
@@ -281,7 +284,7 @@ def test_without_payloads_nothing_of_them_is_in_it_and_the_log_verifies(
     ledger.export(RUN, path, secret=True)
     assert said_in(path).count(SECRETIVE) >= 6
     assert "ann" in said_in(path)
-    ledger.export(RUN, path, payloads=False, signer=SIGNER)
+    ledger.export(RUN, path, payloads=False, signer=SIGNER, overwrite=True)
     said = said_in(path)
     assert SECRETIVE not in said
     assert '"ann' not in said
@@ -662,7 +665,7 @@ def test_no_line_makes_a_reader_hold_more_than_the_longest(
     ledger.create_run("long", RUN)
     ledger.execute_step(RUN, "t", {}, lambda: "x" * 20_000)
     with pytest.raises(CopyRefused, match=r"entry 3 takes \d+ bytes"):
-        ledger.export(RUN, path)
+        ledger.export(RUN, path, overwrite=True)
     assert [each.name for each in tmp_path.glob("*.arl*")] == ["run.arl"]
 
 
@@ -901,10 +904,12 @@ def test_the_command_line_says_what_is_not_proved(shell: Shell, bench: Bench, tm
     ended(bench.open())
     path = tmp_path / "run.arl"
     for option in ("--with-secret", "--without-payloads", None):
-        assert shell("--db", bench.path, "export", RUN, "--out", path, *([option] if option else []))[0] == 0
+        words = [option] if option else []
+        assert shell("--db", bench.path, "export", RUN, "--out", path, "--overwrite", *words)[0] == 0
         status, out, _ = shell("verify", path)
         assert status == 0
         assert ("could not be held to the log" in out) == (option != "--with-secret")
     assert shell("--db", bench.path, "export", RUN, "--out", path, "--with-secret", "--without-payloads")[0] == 2
-    assert shell.json("--db", bench.path, "export", RUN, "--out", path)["size"] == 11
+    assert "there is a file already" in shell.refused("--db", bench.path, "export", RUN, "--out", path)
+    assert shell.json("--db", bench.path, "export", RUN, "--out", path, "--overwrite")["size"] == 11
     assert shell("--db", tmp_path / "other.db", "import", path)[0] == 2

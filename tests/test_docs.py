@@ -278,7 +278,7 @@ def test_there_is_something_to_run() -> None:
     languages = [block.language for page in PAGES for block in blocks(page)]
     assert languages.count("python") > 40
     assert languages.count("console") >= 8
-    assert set(languages) <= {"python", "console", "sh", "sql", "mermaid", "text"}
+    assert set(languages) <= {"python", "console", "sh", "sql", "mermaid", "text", "toml"}
 
 
 # --- the published programs -------------------------------------------------------------------------------------------
@@ -541,6 +541,7 @@ _FOREIGN = frozenset(
         "max_retries",
         "model_dump",
         "move_on_after",
+        "pg_dump",
         "previous",
         "run_in_executor",
         "sha",
@@ -814,6 +815,8 @@ def module_table() -> str:
                 "fleet",
                 "copying.py",
                 "exporting.py",
+                "backups.py",
+                "redacting.py",
                 "guard.py",
                 "preflight.py",
                 "supervisor.py",

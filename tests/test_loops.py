@@ -362,7 +362,7 @@ def test_a_value_that_is_too_long_is_equal_or_not_and_is_not_looked_at() -> None
     for damaged in (b"\xff", b'"\xff"', b'"', b"[]"):
         assert answered(damaged, is_error=True) is None
         assert looked_at(b"\xff") is None is answered(b"\xff", is_error=False)
-    assert wording.fields("{") == {"": "{"}
+    assert wording.fields("{") == {"": ("{", frozenset({"{"}))}
     long = [Step("read", {"text": "x " * LOOKED_AT, "request_id": str(at)}, "y " * LOOKED_AT) for at in range(20)]
     assert tripped(long) is None
     assert tripped([long[0]] * 3) == 3

@@ -31,6 +31,7 @@ SEVERAL_RUNS = {
     "queues._FIRST": "workers claim in batches",
     "queues._TAKE_THESE": "workers claim in batches",
     "queues._FIND_TAKEN": "workers claim in batches, and an answer was lost",
+    "epochs._FREE": "nobody has any run in a database that was restored",
     "queues._FREE_DEAD": "dead owners' runs are claimed",
 }
 """Statements that write to several runs, and why they may."""
@@ -130,7 +131,10 @@ def problems_of_tables(script: str) -> list[str]:
             found += [f"{table.name} has a key {key}" for key in table.keys if key[0] != "run_id"]
     for statement in statements(script):
         is_made = re.match(r"CREATE (TABLE|INDEX|UNIQUE INDEX|VIEW|FUNCTION|TRIGGER)|INSERT INTO meta", statement)
-        if is_made is None:
+        if added := re.fullmatch(r"ALTER TABLE (\w+) ADD COLUMN (\w+) (DOUBLE PRECISION|\w+)(.*)", statement):
+            if added[3] not in TYPES or re.search(r"PRIMARY KEY|UNIQUE", added[4]) or _NOT_SHARED.search(added[4]):
+                found.append(f"{added[1]}.{added[2]} is {added[3]}{added[4]}")
+        elif is_made is None:
             found.append(f"a statement of another kind: {statement[:60]}")
         elif is_made[1] == "UNIQUE INDEX" and not re.search(r"\( ?run_id", statement):
             found.append(f"a unique index that does not begin with run_id: {statement[:60]}")
@@ -161,6 +165,7 @@ def problems_of_a_statement(name: str, sql: str) -> list[str]:
         "select",
         "by",
         "then",
+        "else",
         "where",
     }
     found += [f"{name} calls {each}" for each in sorted(called - FUNCTIONS - named - words)]
@@ -256,6 +261,10 @@ def test_views_alone_call_the_functions_that_a_migration_makes() -> None:
         "CREATE SEQUENCE extra;",
         "CREATE EXTENSION pgcrypto;",
         "CREATE TYPE state AS ENUM ('a');",
+        "ALTER TABLE runs ADD COLUMN said JSONB;",
+        "ALTER TABLE runs ADD COLUMN name TEXT UNIQUE;",
+        "ALTER TABLE runs ADD COLUMN other TEXT REFERENCES runs (run_id);",
+        "ALTER TABLE runs DROP COLUMN note;",
         "ALTER TABLE runs ADD CONSTRAINT one FOREIGN KEY (run_id) REFERENCES entries (run_id);",
         "DO $$ BEGIN PERFORM 1; END $$;",
     ],

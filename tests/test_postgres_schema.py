@@ -18,8 +18,8 @@ from agent_run_ledger.contract import QueueTerms, Store
 from agent_run_ledger.errors import NotALedger, SchemaTooNew, StoreError, StoreReadOnly
 from agent_run_ledger.stores import open_store
 from agent_run_ledger.stores.clock import SystemClock
-from agent_run_ledger.stores.postgres import PostgresStore, migrate
-from agent_run_ledger.stores.postgres.schema import RUN_TABLES, SCHEMA_VERSION, TABLES, VIEWS
+from agent_run_ledger.stores.postgres import PostgresStore, migrate, migrating
+from agent_run_ledger.stores.postgres.schema import RUN_TABLES, SCHEMA_VERSION, TABLES, VIEWS, scripts
 from agent_run_ledger.testing import a_row
 from agent_run_ledger.testing.stores.words import LISTING, SECRET, claim_due, create, enqueue, in_threads, refuses
 from support.databases import databases
@@ -235,6 +235,68 @@ def test_a_role_with_the_rights_of_a_program_runs_the_ledger_and_cannot_rewrite_
     finally:
         owner.execute("DROP OWNED BY a_program")
         owner.execute("DROP ROLE a_program")
+
+
+# --- older ledgers ----------------------------------------------------------------------------------------------------
+
+
+def make_ledger_of(version: int, dsn: str, **options: Any) -> None:
+    """Migrate as an earlier version of the library would."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(migrating, "SCHEMA_VERSION", version)
+        patch.setattr(migrating, "scripts", lambda: [each for each in scripts() if int(each[0][:4]) <= version])
+        patch.setattr(
+            migrating, "_RIGHTS", {right.replace(NEW_SINCE[version], ""): of for right, of in migrating._RIGHTS.items()}
+        )
+        migrate(dsn, **options)
+
+
+NEW_SINCE = {1: ", deaths, deaths_after"}
+"""The columns that a program may change and that came after a version."""
+
+
+@pytest.mark.parametrize("version", range(1, SCHEMA_VERSION))
+@pytest.mark.parametrize("options", [{}, {"partitions": 3}, {"triggers": False}])
+def test_an_older_ledger_is_refused_until_it_is_brought_up_to_date_and_goes_on_then(
+    empty: str, version: int, options: dict[str, Any]
+) -> None:
+    make_ledger_of(version, empty, **options)
+    with psycopg.connect(empty, autocommit=True) as connection:
+        connection.execute(
+            "INSERT INTO runs (run_id, owner, fencing_token, lease_until, created_at) VALUES ('old', 'a', 7, 0, 1.5)"
+        )
+        connection.execute(
+            "INSERT INTO entries (run_id, seq, kind, body, roots) VALUES ('old', 1, 'created', '{}', '')"
+        )
+    error = refuses(StoreError, lambda: PostgresStore(empty))
+    assert f"has schema {version} and needs {SCHEMA_VERSION}" in str(error)
+    plan = migrate(empty, dry_run=True)
+    assert migrate(empty) == plan != []
+    assert migrate(empty) == []
+    store = PostgresStore(empty)
+    assert list(store.check()) == []
+    assert store.head("old") is not None
+    lease = store.claim("old", "b", 30.0)
+    assert (lease.token, lease.deaths) == (8, 1)
+    the_whole_life_of_a_ledger(store)
+    store.close()
+
+
+@pytest.mark.unpooled
+@pytest.mark.parametrize("version", range(1, SCHEMA_VERSION))
+def test_a_role_of_programs_keeps_its_rights_when_the_ledger_is_brought_up_to_date(empty: str, version: int) -> None:
+    with psycopg.connect(empty, autocommit=True) as connection:
+        connection.execute("DROP ROLE IF EXISTS a_program")
+        connection.execute("CREATE ROLE a_program LOGIN")
+        try:
+            make_ledger_of(version, empty, grant="a_program")
+            migrate(empty)
+            store = PostgresStore(empty.replace("postgres@", "a_program@"))
+            the_whole_life_of_a_ledger(store)
+            store.close()
+        finally:
+            connection.execute("DROP OWNED BY a_program")
+            connection.execute("DROP ROLE a_program")
 
 
 def the_whole_life_of_a_ledger(store: Store) -> None:

@@ -1301,6 +1301,14 @@ INSERT INTO entries (run_id, seq, kind, body, roots) VALUES
     ('odd', 1, 'created', CAST('{"at":[],"agent":"\\ud800"}' AS BLOB), zeroblob(32)),
     ('r', 2, 'note', CAST('{"at":2.5,"agent":"other"}' AS BLOB), zeroblob(32));
 """
+LISTED_SINCE = (
+    3,
+    """
+UPDATE runs SET created_at = 1790000000.1234567, agent = 'books "ä"' WHERE run_id = 'r';
+UPDATE runs SET created_at = 1.5 WHERE run_id = 'plain';
+""",
+)
+"""The version from which on heads say themselves what their runs are found by, and what those of the ledgers above say."""
 
 
 @pytest.mark.parametrize("version", range(1, schema.SCHEMA_VERSION))
@@ -1311,7 +1319,7 @@ def test_the_runs_of_an_older_ledger_are_listed_as_their_first_entries_say(
     """To the last bit, for `verify` compares them; and who may not write the file reads it as if it had been brought up to date."""
     brought_to(path, version)
     with look(path) as db:
-        db.executescript(LEDGERS_OF_OLD)
+        db.executescript(LEDGERS_OF_OLD + (LISTED_SINCE[1] if version >= LISTED_SINCE[0] else ""))
     with contextlib.closing(SqliteStore(path, clock=clock, read_only=read_only)) as store:
         listings = {summary.head.run_id: summary.head.listing for summary in store.summaries()}
         assert listings == {
@@ -1322,10 +1330,12 @@ def test_the_runs_of_an_older_ledger_are_listed_as_their_first_entries_say(
         }
         head = store.head("r")
         assert head is not None
-        assert (head.token, head.listing, head.due_in) == (7, listings["r"], None)
+        assert (head.token, head.listing, head.due_in, head.deaths) == (7, listings["r"], None, 0)
         assert list(store.check()) == []
         if not read_only:
             assert store.claim("r", "a", 30.0).token == 8
+            clock.advance(31.0)
+            assert store.claim("r", "b", 30.0).deaths == 1
             assert store.claim_due("a", 30.0, [QueueTerms("default")], ['books "ä"'], 9) == []
     with look(path) as db:
         assert db.execute("PRAGMA user_version").fetchone() == (version if read_only else schema.SCHEMA_VERSION,)

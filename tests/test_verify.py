@@ -300,8 +300,8 @@ HEAD_COLUMNS = {
     "priority": "priority + 1",
     "key": "'other'",
 }
-UNPROVEN = {"owner", "lease_until", "lease_seconds", "lease_boot", "note", "due", "moved_to"}
-"""The lease, the note, when a worker may take a run, and where it was moved: nothing is claimed of them."""
+UNPROVEN = {"owner", "lease_until", "lease_seconds", "lease_boot", "note", "due", "moved_to", "deaths", "deaths_after"}
+"""The lease and how its owners ended, the note, when a worker may take a run, and where it was moved: nothing is claimed of them."""
 
 
 @pytest.fixture
@@ -359,7 +359,7 @@ def test_a_first_entry_that_was_rewritten_no_longer_agrees_with_what_its_run_is_
 
 @pytest.mark.parametrize("column", sorted(UNPROVEN))
 def test_what_proves_nothing_is_no_finding(queued: Bench, column: str) -> None:
-    new = "1e9" if column in ("lease_until", "lease_seconds", "due") else "'somebody'"
+    new = {"lease_until": "1e9", "lease_seconds": "1e9", "due": "1e9", "deaths": "7"}.get(column, "'somebody'")
     if column == "moved_to":
         new += ", due = NULL"
     tamper(queued, f"UPDATE runs SET {column} = {new} WHERE run_id = 'queued'")

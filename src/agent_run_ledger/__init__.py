@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from agent_run_ledger.errors import ApprovalDenied as ApprovalDenied
     from agent_run_ledger.errors import ApprovalMismatch as ApprovalMismatch
     from agent_run_ledger.errors import AttemptsExhausted as AttemptsExhausted
+    from agent_run_ledger.errors import BackupRefused as BackupRefused
     from agent_run_ledger.errors import BadBundle as BadBundle
     from agent_run_ledger.errors import BadNote as BadNote
     from agent_run_ledger.errors import BudgetExceededException as BudgetExceededException
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from agent_run_ledger.errors import InvalidArguments as InvalidArguments
     from agent_run_ledger.errors import InvalidName as InvalidName
     from agent_run_ledger.errors import InvalidPipeline as InvalidPipeline
+    from agent_run_ledger.errors import InvalidPrivateList as InvalidPrivateList
     from agent_run_ledger.errors import LeaseLost as LeaseLost
     from agent_run_ledger.errors import LedgerError as LedgerError
     from agent_run_ledger.errors import NotALedger as NotALedger
@@ -83,6 +85,7 @@ if TYPE_CHECKING:
     from agent_run_ledger.model import Notice as Notice
     from agent_run_ledger.model import PlannedAction as PlannedAction
     from agent_run_ledger.model import Receipt as Receipt
+    from agent_run_ledger.model import RestoredLedger as RestoredLedger
     from agent_run_ledger.model import RetryPolicy as RetryPolicy
     from agent_run_ledger.model import RunRecord as RunRecord
     from agent_run_ledger.model import RunState as RunState
@@ -101,6 +104,7 @@ if TYPE_CHECKING:
     from agent_run_ledger.prices import Price as Price
     from agent_run_ledger.prices import PriceBook as PriceBook
     from agent_run_ledger.prices import Prices as Prices
+    from agent_run_ledger.redacting import redacted as redacted
     from agent_run_ledger.rules.canonical import register_type as register_type
     from agent_run_ledger.rules.loops import LoopDetectorPolicy as LoopDetectorPolicy
     from agent_run_ledger.rules.names import sanitize_identifier as sanitize_identifier
@@ -128,6 +132,7 @@ else:
         "StepContext": "drivers.context",
         "current_step": "drivers.context",
         "AttemptsExhausted": "errors",
+        "BackupRefused": "errors",
         "BudgetExceededException": "errors",
         "CallBlocked": "errors",
         "CopyRefused": "errors",
@@ -137,6 +142,7 @@ else:
         "InvalidArguments": "errors",
         "InvalidName": "errors",
         "InvalidPipeline": "errors",
+        "InvalidPrivateList": "errors",
         "LeaseLost": "errors",
         "LedgerError": "errors",
         "NotALedger": "errors",
@@ -184,6 +190,7 @@ else:
         "Effect": "model",
         "Event": "model",
         "Finding": "model",
+        "RestoredLedger": "model",
         "RetryPolicy": "model",
         "RunRecord": "model",
         "RunState": "model",
@@ -203,6 +210,7 @@ else:
         "VerificationReport": "model",
         "RunLedger": "pipeline",
         "Step": "pipeline",
+        "redacted": "redacting",
         "register_type": "rules.canonical",
         "LoopDetectorPolicy": "rules.loops",
         "sanitize_identifier": "rules.names",
@@ -235,6 +243,7 @@ __all__ = [
     "ApprovalMismatch",
     "ApprovalRequest",
     "AttemptsExhausted",
+    "BackupRefused",
     "BlockedCall",
     "BadBundle",
     "BadNote",
@@ -261,6 +270,7 @@ __all__ = [
     "InvalidArguments",
     "InvalidName",
     "InvalidPipeline",
+    "InvalidPrivateList",
     "LeaseLost",
     "LedgerError",
     "LoopDetectorPolicy",
@@ -279,6 +289,7 @@ __all__ = [
     "Reentered",
     "ReplayDivergence",
     "ReplayStalledWarning",
+    "RestoredLedger",
     "RetryPolicy",
     "Run",
     "RunClosed",
@@ -328,6 +339,7 @@ __all__ = [
     "current_run",
     "current_step",
     "forge_or_sentinel_guard",
+    "redacted",
     "register_type",
     "sanitize_identifier",
     "verify_bundle",

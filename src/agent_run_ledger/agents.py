@@ -58,7 +58,10 @@ class Registered:
                 where = (
                     name if misfit[0] in ".[" else f"{name}: "
                 )  # a path into the value, or nothing but what is wrong
-                raise InvalidArguments(f"{self.name!r}: argument {where}{misfit}; nothing was dispatched")
+                from agent_run_ledger.rules.redaction import Redactor  # only who has gone wrong needs it
+
+                said = Redactor().text(misfit)
+                raise InvalidArguments(f"{self.name!r}: argument {where}{said}; nothing was dispatched")
         return given
 
 
@@ -280,6 +283,7 @@ def run_to_its_end(ledger: Ledger, start: Start) -> Any:
         held.suspends, held.is_worked = start.suspends, start.is_worked
         if held.history.is_in_doubt and not held.history.state.is_terminal:
             settle(ledger, held, ledger._tools)
+        ledger._driver.obey(runs.give_up(held))
         if (refusal := admission.refusal(held, pipeline=False)) is not None:
             raise refusal
         run = Run(ledger, held)
@@ -313,6 +317,7 @@ async def abegin(ledger: Ledger, start: Start) -> Any:
         held.suspends, held.is_worked = start.suspends, start.is_worked
         if held.history.is_in_doubt and not held.history.state.is_terminal:
             await asettle(ledger, held, ledger._tools)
+        await driver.obey(runs.give_up(held))
         if (refusal := admission.refusal(held, pipeline=False)) is not None:
             raise refusal
         run = Run(ledger, held, is_async=True)

@@ -68,6 +68,8 @@ class Lease:
     """The run's 32 random bytes that salt its digests; empty where they were erased."""
     agent: str | None = None
     """The agent of its listing, where `claim_due` gave the lease: who claims one run by name knows whose it is."""
+    deaths: int = 0
+    """As `Head.deaths` says when the lease is given."""
 
 
 class Listing(NamedTuple):
@@ -104,6 +106,9 @@ class Head:
     """Seconds until a worker may take it, 0 or less where one may now; None where none will look before a request comes."""
     moved_to: str | None = None
     """Where the run goes on, once it was moved away from here: nobody owns it here, and it is never due."""
+    deaths: int = 0
+    """From how many owners it was taken since its last entry was written, because they were dead or their lease ran out. Who gives the
+    run back in good order leaves the number as it is, and an adopted run begins with none."""
 
 
 class QueueTerms(NamedTuple):

@@ -147,10 +147,20 @@ class ReplayDivergence(LedgerError):
 
 
 class IntentDrift(ReplayDivergence):
-    """The divergent position is in doubt: the recorded call may have been made, and the program now asks for another."""
+    """The divergent position is in doubt: the recorded call may have been made, and the program now asks for another.
+
+    ``stored_arguments`` are those of the recorded call, exactly; the message shows them without secrets.
+    """
 
     def __init__(
-        self, run_id: str, position: str, recorded: str, asked: str, path: str | None, stored_arguments: str
+        self,
+        run_id: str,
+        position: str,
+        recorded: str,
+        asked: str,
+        path: str | None,
+        stored_arguments: str,
+        shown: str | None = None,
     ) -> None:
         super().__init__(
             run_id,
@@ -158,7 +168,7 @@ class IntentDrift(ReplayDivergence):
             recorded,
             asked,
             path,
-            f" The recorded call is in doubt: it was dispatched with {stored_arguments} and its outcome is not known. "
+            f" The recorded call is in doubt: it was dispatched with {stored_arguments if shown is None else shown} and its outcome is not known. "
             "Go on with exactly that call, or cancel the run.",
         )
         self.stored_arguments = stored_arguments
@@ -459,6 +469,14 @@ class HeadRefused(LedgerError, RuntimeError):
         self.why = why
 
 
+class InvalidPrivateList(LedgerError, ValueError):
+    """The list of what is private, which `$AGENT_RUN_LEDGER_PRIVATE` names, cannot be used. Nothing is shown without it."""
+
+    def __init__(self, path: str, why: str) -> None:
+        super().__init__(f"the private list {path!r} cannot be used, and nothing is shown without it: {why}")
+        self.path = path
+
+
 # --- stores -----------------------------------------------------------------------------------------------------------
 
 
@@ -488,6 +506,10 @@ class StoreFull(StoreError):
 
 class StoreBusy(StoreError):
     """Another process kept the database locked for longer than the busy timeout. Nothing was written. Call again."""
+
+
+class BackupRefused(StoreError):
+    """A backup was not made, or not restored, as it was asked for: something stands there, or the copy does not verify. Nothing was replaced."""
 
 
 class StoreUnavailable(StoreError):

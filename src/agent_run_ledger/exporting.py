@@ -42,6 +42,7 @@ def export(
     has_secret: bool,
     heads: str | Iterable[str] | None,
     signer: Signer | None,
+    overwrite: bool,
     told: Told,
 ) -> TreeHead:
     """As `Ledger.export`."""
@@ -50,6 +51,8 @@ def export(
         raise ValueError(
             "secret=True with payloads=False: whoever has the secret can guess what was withheld. Give one of them"
         )
+    if os.path.exists(place) and not overwrite:
+        raise CopyRefused(run_id, place, "there is a file already. overwrite=True or --overwrite replaces it.")
     summary = next(iter(store.summaries(run_id)), None)
     if summary is None:
         raise RunNotFound(run_id)

@@ -45,6 +45,7 @@ from agent_run_ledger.model import (
     Diagnosis,
     Finding,
     Inspection,
+    RestoredLedger,
     RetryPolicy,
     RunRecord,
     RunState,
@@ -490,6 +491,7 @@ class Ledger(Operator):
         secret: bool = False,
         heads: str | Iterable[str] | None = None,
         signer: Signer | None = None,
+        overwrite: bool = False,
         told: Callable[[int], None] | None = None,
     ) -> TreeHead:
         """Write one run into one file, a *bundle*, that can be verified without this ledger, and return the head that it ends with.
@@ -497,10 +499,10 @@ class Ledger(Operator):
         With the run's `secret` its payloads can be held to the log, it can be brought into another ledger, and whoever has it can tell
         whether an erased payload was what he thinks. Without `payloads` there are no arguments, outputs, errors, goals or reasons in
         it, and the log can be verified all the same. `heads` are texts with heads that were kept elsewhere, as of `HeadLog`: those of
-        this run go into the file, each with its proof; `signer` signs the one that it ends with. A file that is there is replaced, whole
-        or not at all. `told` hears how many entries are done.
+        this run go into the file, each with its proof; `signer` signs the one that it ends with. It stands there when it is whole, or not
+        at all, and takes the place of a file only if it is to `overwrite` it. `told` hears how many entries are done.
 
-        Raises `RunNotFound`, `BadNote`, and `CopyRefused` where the run is damaged, or is not what one of the heads says.
+        Raises `RunNotFound`, `BadNote`, and `CopyRefused` where there is a file, the run is damaged, or is not what one of the heads says.
 
         >>> with AgentRunLedger("agent.db") as ledger:
         ...     head = ledger.export("october", "october.arl", secret=True)
@@ -517,6 +519,7 @@ class Ledger(Operator):
             has_secret=secret,
             heads=heads,
             signer=signer,
+            overwrite=overwrite,
             told=told,
         )
 
@@ -715,6 +718,54 @@ class AgentRunLedger(Fleet, Ledger):
         from agent_run_ledger.stores import migrate
 
         return migrate(dsn, dry_run=dry_run, partitions=partitions, triggers=triggers, grant=grant)
+
+    def backup(
+        self, path: str | os.PathLike[str], *, overwrite: bool = False, told: Callable[[str], None] | None = None
+    ) -> VerificationReport:
+        """Copy this ledger to the file `path` while it is in use, and verify the copy, of which this returns the report.
+
+        The copy is the ledger as it is at one moment, in one file; nobody waits for it. It stands at `path` when it is whole and has
+        verified, or not at all. `told` hears how far it is. Raises `BackupRefused` where there is a file already and it is not to
+        `overwrite` it, where the copy does not verify, and for a ledger in memory or on a server, which has tools of its own.
+
+        >>> with AgentRunLedger("agent.db") as ledger:
+        ...     ledger.backup("backup.db").ok
+        True
+        """
+        from agent_run_ledger.backups import back_up
+
+        return back_up(self._store, os.fspath(path), overwrite=overwrite, told=told)
+
+    @staticmethod
+    def restore(
+        backup: str | os.PathLike[str],
+        path: str | os.PathLike[str],
+        *,
+        overwrite: bool = False,
+        told: Callable[[str], None] | None = None,
+    ) -> RestoredLedger:
+        """Put a copy of a backup in the place of the ledger at `path`, and begin a new epoch there.
+
+        Nobody has a run in it, and no process that used the ledger before can write to it: fencing tokens are above all that were ever
+        handed out. What stands at `path` is kept under another name, and replaced only if it is to `overwrite` it. Raises
+        `BackupRefused`, and `StoreBusy` while anybody uses the ledger at `path`; nothing was changed then.
+
+        >>> AgentRunLedger.restore("backup.db", "restored.db").runs
+        1
+        """
+        from agent_run_ledger.backups import restore
+
+        return restore(os.fspath(backup), os.fspath(path), overwrite=overwrite, told=told)
+
+    @staticmethod
+    def new_epoch(place: str | os.PathLike[str]) -> int:
+        """Begin a new epoch, and return it: for a database that was restored by other tools, by the role that owns its tables.
+
+        Nobody has a run there then, and fencing tokens that were handed out before are refused. Raises a `StoreError`.
+        """
+        from agent_run_ledger.stores import new_epoch
+
+        return new_epoch(os.fspath(place), int(SystemClock().now()))
 
     @staticmethod
     def diagnose(path: str | os.PathLike[str]) -> Diagnosis | ServerDiagnosis:

@@ -527,6 +527,19 @@ class CopiedRun:
     """Whether it stood there already, and nothing was written there."""
 
 
+@dataclass(frozen=True, slots=True)
+class RestoredLedger:
+    """A backup that stands in the place of a ledger now."""
+
+    path: str
+    runs: int
+    entries: int
+    epoch: int
+    """The epoch that began with it: fencing tokens are above ``epoch * 2**20`` from now on."""
+    replaced: str | None
+    """Where what stood there before is kept; None where nothing did."""
+
+
 @dataclass(slots=True)
 class Inspection:
     """One run as closely as it can be looked at, also where entries of it are damaged."""

@@ -46,15 +46,11 @@ def recover(ledger: AgentRunLedger, agents: Mapping[str, Agent]) -> list[str]:
 
 
 def _trouble(summary: Summary) -> tuple[bool, int]:
-    """What makes a run wait for the others: that it was parked, and how often it was begun without a word since its last entry.
+    """What makes a run wait for the others: that it was parked, and how many owners died since its last entry.
 
     A program that ends its process stops all that comes behind it, so it comes last.
     """
-    try:
-        silent_starts = summary.head.token - parse(summary.last.body)["token"]
-    except (ValueError, LookupError, TypeError):
-        silent_starts = 0
-    return summary.last.kind == "parked", silent_starts
+    return summary.last.kind == "parked", summary.head.deaths
 
 
 def _program_of(summary: Summary, agents: Mapping[str, Agent]) -> Agent | None:

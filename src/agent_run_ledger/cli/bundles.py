@@ -20,7 +20,7 @@ def add(add_command: Callable[..., argparse.ArgumentParser]) -> None:
         "export",
         "bundles",
         "Write a run into one file that can be verified without this ledger: by `verify FILE`, or by the short program in the "
-        "documentation. A file that is there is replaced.",
+        "documentation.",
         "--db demo/agent.db export reconcile-2026-10 --out reconcile.arl --with-secret",
     )
     export.add_argument("run_id", metavar="RUN")
@@ -42,6 +42,7 @@ def add(add_command: Callable[..., argparse.ArgumentParser]) -> None:
     export.add_argument(
         "--sign", metavar="KEYFILE", help="with a head that is signed with the private key in this file"
     )
+    export.add_argument("--overwrite", action="store_true", help="replace the file that stands there")
     import_ = add_command(
         "import",
         "bundles",
@@ -64,6 +65,7 @@ def export(given: argparse.Namespace) -> int:
                 secret=given.with_secret,
                 heads=heads,
                 signer=signer_given(given.sign),
+                overwrite=given.overwrite,
                 told=lambda entries: progress.show(f"exporting: {counted(entries, 'entry', 'entries')}"),
             )
         finally:

@@ -15,8 +15,9 @@ from typing import NoReturn
 import agent_run_ledger
 from agent_run_ledger.cli import bundles, fleet, places, preflight, proving, supervise
 from agent_run_ledger.cli.options import count, money, number, seconds
-from agent_run_ledger.cli.shell import ERROR, INTERRUPTED, PIPE_CLOSED, VARIABLE, UsageError, without_passwords
-from agent_run_ledger.cli.terminal import plain, writable
+from agent_run_ledger.cli.shell import ERROR, INTERRUPTED, PIPE_CLOSED, VARIABLE, UsageError
+from agent_run_ledger.cli.terminal import plain, showing, writable
+from agent_run_ledger.redacting import of_this_process, without_passwords
 
 _EPILOG = f"""\
 examples:
@@ -40,6 +41,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return the exit status. Prints errors as one line; raises nothing but `SystemExit` for usage and SIGTERM."""
     try:
         given = _parser().parse_args(arguments)
+        with showing(None if given.reveal else of_this_process()):
+            return _done(given)
+    except (UsageError, agent_run_ledger.LedgerError) as error:
+        return _failed(error)
+
+
+def _done(given: argparse.Namespace) -> int:
+    """Do what the command says, and return its exit status."""
+    try:
         status: int = given.command(given)
         sys.stdout.flush()
     except KeyboardInterrupt:
@@ -49,9 +59,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return PIPE_CLOSED
     except (UsageError, agent_run_ledger.LedgerError, OSError) as error:
-        sys.stderr.write(f"agent-run-ledger: {plain(without_passwords(str(error)))}\n")
-        return ERROR
+        return _failed(error)
     return status
+
+
+def _failed(error: Exception) -> int:
+    sys.stderr.write(f"agent-run-ledger: {plain(without_passwords(str(error)))}\n")
+    return ERROR
 
 
 class _Parser(argparse.ArgumentParser):
@@ -67,8 +81,8 @@ class _Commands:
     def __init__(self, parser: argparse.ArgumentParser) -> None:
         self._commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
         # SUPPRESS: these stand before the command, too, and the second must not undo the first.
-        self._json = _Parser(add_help=False, argument_default=argparse.SUPPRESS)
-        _add_json(self._json)
+        self._showing = _Parser(add_help=False, argument_default=argparse.SUPPRESS)
+        _add_showing(self._showing)
         self._db = _Parser(add_help=False, argument_default=argparse.SUPPRESS)
         _add_db(self._db)
         self._acts = _Parser(add_help=False)
@@ -82,7 +96,7 @@ class _Commands:
 
         A name that Python keeps for itself has a function with one more underscore.
         """
-        parents = [self._json] if of == "program" else [self._json, self._db]
+        parents = [self._showing] if of == "program" else [self._showing, self._db]
         if of == "act":
             parents.append(self._acts)
         added = self._commands.add_parser(
@@ -108,8 +122,9 @@ def _later(module: str, function: str) -> Command:
     return command
 
 
-def _add_json(parser: argparse.ArgumentParser) -> None:
+def _add_showing(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON value, for programs")
+    parser.add_argument("--reveal", action="store_true", help="show secrets, too: what the ledger holds, as it is")
 
 
 def _add_db(parser: argparse.ArgumentParser) -> None:
@@ -127,7 +142,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"agent-run-ledger {agent_run_ledger.__version__}")
     _add_db(parser)
-    _add_json(parser)
+    _add_showing(parser)
     commands = _Commands(parser)
     _add_looking(commands)
     _add_acting(commands)

@@ -24,7 +24,7 @@ from agent_run_ledger.rules.budget import Amount, Limits, Most
 _LEASE_SECONDS = 5.0
 """How long a draw may take before another owner takes the account: a process that dies in it holds up the others for so long at the most."""
 _KEPT = 256
-"""The uses of so many runs are kept in memory."""
+"""So many accounts, and the uses of so many runs, are kept in memory: the others are read when they are asked."""
 
 
 class Accounts:
@@ -131,6 +131,9 @@ class Accounts:
         """The account as it is now. What stands in a log stays, so only what is new is read."""
         book = self._books.get(log_id)
         if book is None:
+            if len(self._books) >= _KEPT:
+                self._books.clear()
+                self._full.clear()
             book = self._books[log_id] = History(log_id, self._store.secret(log_id))
         for page in reading.pages(self._store, log_id, book.size):
             book.take(page)
@@ -152,9 +155,11 @@ class Accounts:
         return {each: amount for each, amount in known if amount is not None}
 
     def _used(self, run_id: str) -> Uses:
-        if len(self._uses) > _KEPT and run_id not in self._uses:
-            self._uses.clear()
-        uses = self._uses.setdefault(run_id, Uses(run_id))
+        uses = self._uses.get(run_id)
+        if uses is None:
+            if len(self._uses) >= _KEPT:
+                self._uses.clear()
+            uses = self._uses[run_id] = Uses(run_id)
         for page in reading.pages(self._store, run_id, uses.size, payloads_up_to=0):
             for row in page:
                 uses.take(row)

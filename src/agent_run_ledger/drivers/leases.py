@@ -268,11 +268,13 @@ class Leases:
             return
         expires = self._clock.elapsed() + self._lease_seconds
         lease = self._store.claim(run.run_id, self.owner, self._lease_seconds)
+        deaths = lease.deaths
         if self._store.read(
             run.run_id, run.history.size, limit=1, payloads_up_to=0
         ):  # its last owner wrote on until just now
             run.history = self._read(run.run_id)
-        self._took(run, lease.token, expires)
+            deaths = 0
+        self._took(run, lease.token, expires, deaths)
         if (
             run.history.state is RunState.BLOCKED or run.history.waiting
         ):  # nothing may have to be written that would hear of a request
@@ -301,7 +303,9 @@ class Leases:
             run.is_touched = True
             run.is_settled = False
             run.history = self._read(run.run_id)
-            self._took(run, lease.token, self._claimed.pop(run.run_id, 0.0))
+            is_heard_of = run.history.token == lease.token  # an entry was written here since it was claimed
+            deaths = 0 if is_heard_of else lease.deaths
+            self._took(run, lease.token, self._claimed.pop(run.run_id, 0.0), deaths)
             run.is_worked = run.suspends = True
             run.is_draining = self._is_draining
             self.fetch_requests(run)
@@ -316,12 +320,13 @@ class Leases:
     def _read(self, run_id: str) -> History:
         return reading.read(self._store, run_id, self._rule)
 
-    def _took(self, run: HeldRun, token: int, expires: float) -> None:
+    def _took(self, run: HeldRun, token: int, expires: float, deaths: int = 0) -> None:
         positions = run.history.positions
         if token != run.token:
             run.taken_over()
         run.token = token
         run.expires = expires
+        run.deaths = deaths
         run.is_held = True
         run.in_flight = {position: positions[position] for position in run.in_flight if position in positions}
         run.requests = []

@@ -95,6 +95,8 @@ class LiveRun:
         """What those steps have reserved."""
         self.is_settling = False
         """Whether it records an outcome already, of which no program knows yet."""
+        self.deaths = 0
+        """How many of its owners died, or lost it, since its last entry was written."""
         self.replayed = 0
         self.turns: Turns | None = None
         """The order in which outcomes are handed out, where calls run side by side in an event loop."""
@@ -372,6 +374,7 @@ class LiveRun:
     def absorb(self, sealed: list[Sealed]) -> None:
         """The store has taken these entries."""
         history, made = self.history, self.made
+        self.deaths = 0
         for row, body in sealed:
             history.absorb(row, body)
             position = row.position

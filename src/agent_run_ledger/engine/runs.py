@@ -206,6 +206,31 @@ def _stands(run: LiveRun, described: dict[str, Any], fields: dict[str, Any]) -> 
     return Plan([Draft("parked", Event.WAIT, fields, payload)], answer=True)
 
 
+MOST_DEATHS = 4
+"""So many owners of a run may die since its last entry: as often as a step is dispatched by default."""
+MOST_DEATHS_WHILE_WAITING = 10
+"""The same where a step waits for its next attempt, or for somebody: that takes its time, and nothing is written meanwhile."""
+
+
+def give_up(run: LiveRun) -> Flow[None]:
+    """End a run whose program is to begin, and has died outside of steps again and again, with the process that it was in."""
+    if _is_given_up(run):
+        yield Commit(run, _give_up)
+
+
+def _is_given_up(run: LiveRun) -> bool:
+    most = MOST_DEATHS_WHILE_WAITING if run.history.waiting else MOST_DEATHS
+    return run.deaths >= most and not (run.history.state.is_terminal or run.is_cancelled)
+
+
+def _give_up(run: LiveRun, moment: Moment) -> Plan:
+    if not _is_given_up(run):  # somebody has asked for its end just now
+        return Plan()
+    reason = f"its program was begun {run.deaths} times and wrote nothing: each time its process died, or lost the run, outside of a step"
+    payload = canonical.encode({"reason": reason})
+    return Plan([Draft("exhausted", Event.BUDGET_EXHAUSTED, {}, payload)], synced=True)
+
+
 def abortion(reason: str) -> bytes:
     """The payload of an end that its program chose."""
     return stored({"reason": reason}, "the reason")

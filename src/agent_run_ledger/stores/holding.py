@@ -12,7 +12,19 @@ from agent_run_ledger.stores.owners import Owners
 if TYPE_CHECKING:
     from agent_run_ledger.contract import Clock
 
-_FREE = "UPDATE runs SET owner = NULL WHERE owner = ?"
+_GIVE_BACK = "UPDATE runs SET owner = NULL WHERE owner = ?"
+
+# Deaths are counted from the last entry on. Nothing is written for that where entries are: whether there has been one since is asked here.
+_BEREAVE = """
+UPDATE runs SET owner = NULL,
+    deaths = CASE WHEN deaths_after = (SELECT max(seq) FROM entries e WHERE e.run_id = runs.run_id) THEN deaths + 1 ELSE 1 END,
+    deaths_after = (SELECT max(seq) FROM entries e WHERE e.run_id = runs.run_id)
+"""
+_BEREAVE_ONE = f"{_BEREAVE} WHERE run_id = ? AND owner IS NOT NULL"
+_BEREAVE_ALL = f"{_BEREAVE} WHERE owner = ?"
+DEATHS = """CASE WHEN {0}.deaths = 0 THEN 0
+    WHEN {0}.deaths_after = (SELECT max(seq) FROM entries e WHERE e.run_id = {0}.run_id) THEN {0}.deaths ELSE 0 END"""
+"""`Head.deaths`, with the name of the table of heads to be put in."""
 
 
 class Held(NamedTuple):
@@ -84,15 +96,19 @@ class Holding:
             return False
         return elapsed - since >= held.seconds
 
+    def free(self, db: sqlite3.Connection, run_id: str) -> None:
+        """Take the run from its owner, who is dead or had his time, unless that is done by now."""
+        db.execute(_BEREAVE_ONE, (run_id,))
+
     def free_dead(self, db: sqlite3.Connection) -> None:
         """Free every run of the owners whose graves are open, so that these can be buried once that is committed."""
         for owner in self.owners.dead:
-            db.execute(_FREE, (owner,))
+            db.execute(_BEREAVE_ALL, (owner,))
 
     def give_back(self, db: sqlite3.Connection) -> None:
         """Free every run of our own owners."""
         for owner in self.owners.held:
-            db.execute(_FREE, (owner,))
+            db.execute(_GIVE_BACK, (owner,))
 
     def after_fork_in_child(self) -> None:
         """What was ours is the parent's."""

@@ -41,6 +41,18 @@ class _Run:
     requests: list[Request] = field(default_factory=list)
     note: str | None = None
     moved_to: str | None = None
+    died: int = 0
+    """How many owners died after the entry `died_after`, the last one then."""
+    died_after: int = 0
+
+    @property
+    def deaths(self) -> int:
+        """See `Head.deaths`."""
+        return self.died if self.died_after == len(self.rows) else 0
+
+    def bereave(self) -> None:
+        """Take it from an owner that is dead, or had its time."""
+        self.owner, self.died, self.died_after = None, self.deaths + 1, len(self.rows)
 
 
 class MemoryStore:
@@ -117,11 +129,13 @@ class MemoryStore:
             if run.owner != owner:
                 if run.owner is not None and run.until > elapsed:
                     raise RunOwned(run_id, run.owner, max(0.0, elapsed - (run.until - run.seconds)))
+                if run.owner is not None:
+                    run.bereave()
                 run.owner, run.token, run.note = owner, run.token + 1, None
                 if run.listing.queue is not None:
                     run.due = elapsed if run.due is None else min(run.due, elapsed)
             run.until, run.seconds = elapsed + lease_seconds, lease_seconds
-            return Lease(run_id, owner, run.token, run.secret)
+            return Lease(run_id, owner, run.token, run.secret, deaths=run.deaths)
 
     def renew(self, run_id: str, token: int, lease_seconds: float) -> int:
         with self._mutex:
@@ -262,7 +276,7 @@ class MemoryStore:
                 _count(busy, run.listing)
                 run.owner, run.token, run.note = owner, run.token + 1, None
                 run.until, run.seconds = elapsed + lease_seconds, lease_seconds
-                leases.append(Lease(run_id, owner, run.token, run.secret, run.listing.agent))
+                leases.append(Lease(run_id, owner, run.token, run.secret, run.listing.agent, run.deaths))
             return leases
 
     def next_due(self, queues: Sequence[str], agents: Sequence[str]) -> float | None:
@@ -281,7 +295,7 @@ class MemoryStore:
                 if run.owner is not None and run.due is not None and run.until <= elapsed
             ]
             for run in dead:
-                run.owner = None
+                run.bereave()
             if dead:
                 self._tell()
             return len(dead)
@@ -379,6 +393,7 @@ class MemoryStore:
             lease_left=run.until - elapsed if run.owner is not None else None,
             due_in=run.due - elapsed if run.due is not None else None,
             moved_to=run.moved_to,
+            deaths=run.deaths,
         )
 
 

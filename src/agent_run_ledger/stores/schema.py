@@ -13,23 +13,23 @@ from agent_run_ledger.stores.filelock import WriteLock
 
 APPLICATION_ID = 0x41524C31
 """What `PRAGMA application_id` says in every ledger: "ARL1"."""
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 """The number of the last file in `migrations`."""
 
 OBJECTS = "SELECT type || ' ' || name, sql FROM sqlite_master WHERE sql IS NOT NULL AND name NOT LIKE 'sqlite_%'"
 """Asks a database for the names and the SQL of its tables, indexes, triggers and views."""
 
 # Who may not write an older file reads it as if it had been brought up to date, through what stands here in the place of its tables.
-_STAND_INS = """
-CREATE TEMP VIEW runs AS
-SELECT r.rowid AS rowid, r.*, NULL AS queue, 0 AS priority, NULL AS key, NULL AS due, NULL AS moved_to,
-    said_in((SELECT body FROM entries WHERE run_id = r.run_id AND seq = 1), 'at') AS created_at,
-    said_in((SELECT body FROM entries WHERE run_id = r.run_id AND seq = 1), 'agent') AS agent
-FROM main.runs r;
-CREATE TEMP TABLE boots (boot, ahead, reached, news);
-CREATE TEMP TABLE workers (worker, said, beat);
-"""
-_STOOD_IN_BEFORE = 3
+_COLUMNS_OF_RUNS = {
+    3: """NULL AS queue, 0 AS priority, NULL AS key, NULL AS due, NULL AS moved_to,
+        said_in((SELECT body FROM entries WHERE run_id = r.run_id AND seq = 1), 'at') AS created_at,
+        said_in((SELECT body FROM entries WHERE run_id = r.run_id AND seq = 1), 'agent') AS agent""",
+    4: "0 AS deaths, NULL AS deaths_after",
+}
+"""The columns that came with a version, as they would stand in an older file."""
+_TABLES = {
+    3: "CREATE TEMP TABLE boots (boot, ahead, reached, news); CREATE TEMP TABLE workers (worker, said, beat);",
+}
 
 _LOG_LIMIT_BYTES = 8 * 1024 * 1024
 _FULL = 2
@@ -98,8 +98,8 @@ class Database:
                     connection.close()
                     connection = self._connect(_uri(self.path, "immutable=1"), uri=True)
                     version = self._check(connection)
-                if version < _STOOD_IN_BEFORE:
-                    connection.executescript(_STAND_INS)
+                if version < max(_COLUMNS_OF_RUNS):
+                    connection.executescript(_stand_ins(version))
                 connection.execute("PRAGMA query_only=1")
             except BaseException:
                 connection.close()
@@ -318,6 +318,13 @@ class Database:
 
     def _scripts(self) -> Sequence[str]:
         return load_migrations() if self._migrations is None else self._migrations
+
+
+def _stand_ins(version: int) -> str:
+    """What stands in the place of the tables that a file of this version lacks, and of those that lack columns."""
+    columns = ", ".join(columns for came, columns in _COLUMNS_OF_RUNS.items() if came > version)
+    tables = " ".join(tables for came, tables in _TABLES.items() if came > version)
+    return f"CREATE TEMP VIEW runs AS SELECT r.rowid AS rowid, r.*, {columns} FROM main.runs r; {tables}"
 
 
 def objects(connection: sqlite3.Connection) -> dict[str, str]:

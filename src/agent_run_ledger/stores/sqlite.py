@@ -14,7 +14,7 @@ from agent_run_ledger.stores import lifetime
 from agent_run_ledger.stores.clock import boot_id
 from agent_run_ledger.stores.connections import FULL, NORMAL, Connections
 from agent_run_ledger.stores.faults import leaves_doubt
-from agent_run_ledger.stores.holding import Held, Holding
+from agent_run_ledger.stores.holding import DEATHS, Held, Holding
 from agent_run_ledger.stores.schema import OBJECTS
 from agent_run_ledger.stores.sqlite_log import ROW, Log, kept_aside
 from agent_run_ledger.stores.sqlite_queues import News, SqliteQueues
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 
 _SUMMARIES_PER_PAGE = 200
 
-# Compares with what was read in the same transaction; a new epoch begins above every token of the old ones. From now on somebody could
+# Nobody owns it, as was read in the same transaction; a new epoch begins above every token of the old ones. From now on somebody could
 # lose the run, so it is due, if it is in a queue.
 _CLAIM = """
 UPDATE runs SET owner = ?1, lease_until = ?2, lease_seconds = ?3, lease_boot = ?4, note = NULL,
     fencing_token = max(fencing_token, (SELECT value FROM meta WHERE key = 'epoch') * 1048576) + 1,
     due = CASE WHEN queue IS NOT NULL THEN min(coalesce(due, ?5), ?5) END
-WHERE run_id = ?6 AND fencing_token = ?7 AND owner IS ?8
+WHERE run_id = ?6 AND fencing_token = ?7 AND owner IS NULL
 RETURNING fencing_token
 """
 
@@ -56,12 +56,13 @@ RETURNING 1
 _LEASE = "SELECT owner, fencing_token, lease_until, lease_seconds, lease_boot, moved_to FROM runs WHERE run_id = ?"
 _EPOCH = "SELECT value FROM meta WHERE key = 'epoch'"
 _SECRET = "SELECT secret FROM secrets WHERE run_id = ?"
+_LEASED = f"SELECT {DEATHS.format('r')}, (SELECT secret FROM secrets s WHERE s.run_id = r.run_id) FROM runs r WHERE r.run_id = ?"
 
 # Of a lease of another boot nobody can say how much of it is left.
-_HEAD = """r.run_id, r.owner, r.fencing_token, r.inbox, r.note, r.created_at, r.agent, r.queue, r.priority, r.key,
+_HEAD = f"""r.run_id, r.owner, r.fencing_token, r.inbox, r.note, r.created_at, r.agent, r.queue, r.priority, r.key,
     CASE WHEN r.owner IS NOT NULL AND r.lease_boot = ?2 THEN max(0.0, ?3 - (r.lease_until - r.lease_seconds)) END,
     CASE WHEN r.owner IS NOT NULL AND r.lease_boot = ?2 THEN r.lease_until - ?3 END,
-    r.due - ?4, r.moved_to"""
+    r.due - ?4, r.moved_to, {DEATHS.format("r")}"""
 _HEAD_OF = f"SELECT {_HEAD} FROM runs r WHERE r.run_id = ?1"
 
 _SUMMARIES = f"""
@@ -206,16 +207,16 @@ class SqliteStore:
                 # A failed COMMIT leaves it open whether the run is ours. Nothing was done under the new token then, and
                 # we hold this owner's lock: the next claim takes the run from ourselves.
                 take = partial(self._take, run_id=run_id, owner=owner, lease_seconds=lease_seconds)
-                token, secret = self._files.transact(FULL, take)
+                lease = self._files.transact(FULL, take)
                 self._holding.owners.bury()
             except (sqlite3.Error, OSError) as error:
                 raise self._files.failed(error) from error
             finally:
                 self._holding.owners.leave()
-            if not self._holding.has(run_id, token):
-                self._holding.gain(run_id, token)
+            if not self._holding.has(run_id, lease.token):
+                self._holding.gain(run_id, lease.token)
                 self._log.noted.discard(run_id)
-            return Lease(run_id, owner, token, secret)
+            return lease
 
     def renew(self, run_id: str, token: int, lease_seconds: float) -> int:
         if self._holding.is_inherited(run_id, token):
@@ -283,7 +284,7 @@ class SqliteStore:
         while True:
             page = self._files.ask(statement, key, *self._times())
             for found in page:
-                yield Summary(_head(found[1:15]), Row._make(found[15:25]), Row._make(found[25:]))
+                yield Summary(_head(found[1:16]), Row._make(found[16:26]), Row._make(found[26:]))
             if run_id is not None or len(page) < _SUMMARIES_PER_PAGE:
                 return
             key = page[-1][0]
@@ -376,8 +377,8 @@ class SqliteStore:
 
     # --- inside a transaction -----------------------------------------------------------------------------------------
 
-    def _take(self, db: sqlite3.Connection, *, run_id: str, owner: str, lease_seconds: float) -> tuple[int, bytes]:
-        """The token under which `owner` now has the run, and its secret. Of a dead owner all runs were freed."""
+    def _take(self, db: sqlite3.Connection, *, run_id: str, owner: str, lease_seconds: float) -> Lease:
+        """The lease by which `owner` now has the run. Of a dead owner all runs were freed."""
         found = db.execute(_LEASE, (run_id,)).fetchone()
         if found is None:
             raise RunNotFound(run_id)
@@ -394,13 +395,11 @@ class SqliteStore:
             if holder is not None:
                 if not self._holding.is_free(run_id, held):
                     raise RunOwned(run_id, holder, held.idle_seconds(elapsed))
-                if holder in self._holding.owners.dead:
-                    self._holding.free_dead(db)
-                    holder = None
-            now = self._timeline.now()
-            (token,) = db.execute(_CLAIM, (owner, *lease, now, run_id, token, holder)).fetchone()
-        secret = db.execute(_SECRET, (run_id,)).fetchone()
-        return int(token), (secret[0] or b"" if secret is not None else b"")
+                self._holding.free_dead(db)
+                self._holding.free(db, run_id)
+            (token,) = db.execute(_CLAIM, (owner, *lease, self._timeline.now(), run_id, token)).fetchone()
+        deaths, secret = db.execute(_LEASED, (run_id,)).fetchone()
+        return Lease(run_id, owner, int(token), secret or b"", deaths=deaths)
 
     def _times(self) -> tuple[str | None, float, float]:
         """What tells how old a lease is and how far off a run is due: this boot, if it is known, and both clocks."""
@@ -449,5 +448,5 @@ class SqliteStore:
 
 
 def _head(found: Sequence[Any]) -> Head:
-    run_id, owner, token, inbox, note, *listing, idle_seconds, lease_left, due_in, place = found
-    return Head(run_id, owner, token, inbox, note, Listing(*listing), idle_seconds, lease_left, due_in, place)
+    run_id, owner, token, inbox, note, *listing, idle_seconds, lease_left, due_in, place, deaths = found
+    return Head(run_id, owner, token, inbox, note, Listing(*listing), idle_seconds, lease_left, due_in, place, deaths)

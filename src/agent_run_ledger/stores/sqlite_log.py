@@ -57,7 +57,7 @@ RETURNING 1
 
 # Nobody else can have written to it since it was moved away.
 _COME_BACK = """
-UPDATE runs SET moved_to = NULL, fencing_token = max(fencing_token, ?2), inbox = inbox + ?3,
+UPDATE runs SET moved_to = NULL, deaths = 0, fencing_token = max(fencing_token, ?2), inbox = inbox + ?3,
     due = CASE WHEN queue IS NOT NULL THEN ?4 END
 WHERE run_id = ?1 AND moved_to IS NOT NULL
 RETURNING 1

@@ -18,7 +18,7 @@ from agent_run_ledger.errors import StoreError
 from agent_run_ledger.stores.clock import boot_id
 from agent_run_ledger.stores.connections import FULL, NORMAL, Connections
 from agent_run_ledger.stores.faults import leaves_doubt
-from agent_run_ledger.stores.holding import Held, Holding
+from agent_run_ledger.stores.holding import DEATHS, Held, Holding
 from agent_run_ledger.stores.sqlite_log import Log
 from agent_run_ledger.stores.timeline import Timeline
 
@@ -74,10 +74,10 @@ WHERE owner IS NOT NULL AND due IS NOT NULL
 """
 
 # Nobody owns it, as was read in the same transaction; a new epoch begins above every token of the old ones.
-_TAKE = """
+_TAKE = f"""
 UPDATE runs SET owner = ?, lease_until = ?, lease_seconds = ?, lease_boot = ?, note = NULL,
     fencing_token = max(fencing_token, (SELECT value FROM meta WHERE key = 'epoch') * 1048576) + 1
-WHERE run_id = ? RETURNING fencing_token, (SELECT secret FROM secrets s WHERE s.run_id = runs.run_id)
+WHERE run_id = ? RETURNING fencing_token, (SELECT secret FROM secrets s WHERE s.run_id = runs.run_id), {DEATHS.format("runs")}
 """
 
 _NEWS = "SELECT sum(news) FROM boots"
@@ -290,8 +290,8 @@ class SqliteQueues:
                 if _is_full(terms[run.queue], busy[run.queue], run.key):
                     continue  # by those that were taken just now
                 busy[run.queue][run.key] += 1
-                ((token, run_secret),) = ask(_TAKE, *held, run.run_id)
-                leases.append(Lease(run.run_id, owner, token, run_secret or b"", run.agent))
+                ((token, secret, deaths),) = ask(_TAKE, *held, run.run_id)
+                leases.append(Lease(run.run_id, owner, token, secret or b"", run.agent, deaths))
                 taken += 1
             if taken in (0, len(runs)):  # else there may be others behind those that had to be left
                 return leases
@@ -306,7 +306,7 @@ class SqliteQueues:
     def _free(self, db: sqlite3.Connection) -> int:
         freed = 0
         for run_id, token in self._dead(db):
-            db.execute("UPDATE runs SET owner = NULL WHERE run_id = ?", (run_id,))
+            self._holding.free(db, run_id)
             self._holding.lose(run_id, token)
             freed += 1
         self._holding.free_dead(db)

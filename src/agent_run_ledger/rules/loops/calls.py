@@ -31,7 +31,7 @@ class Asked:
         """The canonical arguments; None where they are too long to be looked at, or erased."""
         self.key = input if text is None else wording.steady_arguments(text)
         """Equal for arguments that differ at most in case, in spaces, and in fields which, by their names, differ in every call."""
-        self._fields: dict[str, str] | None = None
+        self._fields: wording.Fields | None = None
         self._words: dict[str, int] | None = None
         self._floats: Sequence[float] | None = None
 
@@ -43,7 +43,7 @@ class Asked:
         """Whether it asks about the same in other words, and not for the next of many things."""
         if self.text is None or other.text is None:
             return False
-        return wording.is_reworded(self._in_fields(), other._in_fields())
+        return wording.is_reworded(self._fields or self._in_fields(), other._fields or other._in_fields())
 
     def replaces(self, other: Asked) -> bool:
         """Whether it is about something else than the other, within the same frame of words."""
@@ -51,7 +51,7 @@ class Asked:
             return False
         return wording.is_replaced(self._in_fields(), other._in_fields())
 
-    def _in_fields(self) -> dict[str, str]:
+    def _in_fields(self) -> wording.Fields:
         if self._fields is None:
             self._fields = wording.fields(self.text or "null")
         return self._fields
@@ -193,19 +193,21 @@ class Call(Asked):
         """
         if self.may_repeat:
             return False
-        outcome = self.outcome
+        outcome, tool, key, is_error = self.outcome, self.tool, self.key, self.is_error
+        may_be_known = is_error or not self.is_bare
         long_ago = [call for call in earlier[:-RECENT] if call.outcome == outcome]
         again: list[Call] = []
         for call in reversed([*long_ago, *earlier[-RECENT:]]):
-            if self.is_again(call):
+            if tool == call.tool and (self.input == call.input or key == call.key):
                 if self.repeats(call):
                     return True
                 again.append(call)
             elif (
-                (self.is_error or (self.tool == call.tool and not self.is_bare))
-                and self.answers_like(call)
+                may_be_known
+                and (is_error or tool == call.tool)
                 and not call.may_repeat
-                and (self.is_error or self.rewords(call))
+                and (is_error or self.rewords(call))
+                and (outcome == call.outcome or self.answers_like(call))
             ):
                 return not self.is_bare
         return len(again) > 1 and self._says_only_what_these_said(again)

@@ -9,7 +9,7 @@ from operator import eq
 
 TYPE_CHECKING = False  # `typing` is not needed at run time, and not free to import
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Sequence
     from typing import Any
 
 words = re.compile(r"\w+").findall
@@ -62,13 +62,17 @@ def _keep_unless_volatile(field: re.Match[str]) -> str:
     return "" if is_volatile(field[1]) else field[0]
 
 
-def fields(text: str) -> dict[str, str]:
-    """The values of canonical arguments by where they stand, each as text. What cannot be read is one value."""
+Fields = dict[str, tuple[str, frozenset[str]]]
+"""The values of canonical arguments by where they stand: each as text, and the words of it."""
+
+
+def fields(text: str) -> Fields:
+    """The fields of canonical arguments. What cannot be read is one value."""
     try:
         whole = json.loads(text)
     except ValueError:  # damaged, or a number of more digits than Python reads
         whole = text
-    found: dict[str, str] = {}
+    found: Fields = {}
     waiting: list[tuple[str, Any]] = [("", whole)]
     while waiting:
         place, value = waiting.pop()
@@ -77,40 +81,39 @@ def fields(text: str) -> dict[str, str]:
         elif isinstance(value, list):
             waiting.extend([(f"{place}.{at}", each) for at, each in enumerate(value)])
         else:
-            found[place] = str(value).casefold()
+            said = str(value).casefold()
+            found[place] = said, frozenset([word.strip("\"'`.,;:!?()[]") for word in said.split()])
     return found
 
 
-def is_reworded(one: Mapping[str, str], other: Mapping[str, str]) -> bool:
+def is_reworded(one: Fields, other: Fields) -> bool:
     """Whether two questions are about the same: more than half of the words of every field that changed are in both.
 
     What stands between spaces is a word here. So a name, a path or a number is either the same or another one, and a call for the next
-    of them is no rewording.
+    of them is no rewording. Nor is what `is_replaced`.
     """
-    return all(2 * shared > fewer for shared, fewer in _shared(one, other)) and not is_replaced(one, other)
+    for place, (value, mine) in one.items():  # the one loop that is gone through for dozens of calls at every step
+        its = other.get(place)
+        if its is not None and its[0] != value:
+            shared, fewer = len(mine & its[1]), min(len(mine), len(its[1]))
+            if 2 * shared <= fewer or fewer - shared > FEW_WORDS:
+                return False
+    return True
 
 
-def is_replaced(one: Mapping[str, str], other: Mapping[str, str]) -> bool:
+def is_replaced(one: Fields, other: Fields) -> bool:
     """Whether in a field that changed many words went and many others came: the next document in the same prompt.
 
     A text that only grows, or loses, is the same one.
     """
-    return any(fewer - shared > FEW_WORDS for shared, fewer in _shared(one, other))
+    for place, (value, mine) in one.items():
+        its = other.get(place)
+        if its is not None and its[0] != value and min(len(mine), len(its[1])) - len(mine & its[1]) > FEW_WORDS:
+            return True
+    return False
 
 
 FEW_WORDS = 6
-
-
-def _shared(one: Mapping[str, str], other: Mapping[str, str]) -> Iterator[tuple[int, int]]:
-    """Of each field that changed: how many words are in both, and how many are in the one that has fewer."""
-    for place in one.keys() & other.keys():
-        if one[place] != other[place]:
-            mine, its = _said(one[place]), _said(other[place])
-            yield len(mine & its), min(len(mine), len(its))
-
-
-def _said(value: str) -> set[str]:
-    return {word.strip("\"'`.,;:!?()[]") for word in value.split()}
 
 
 # --- two texts side by side -------------------------------------------------------------------------------------------

@@ -46,7 +46,7 @@ FOR NO KEY UPDATE OF r
 
 # Nobody else can have written to a run since it was moved away.
 _COME_BACK = f"""
-UPDATE runs SET moved_to = NULL, fencing_token = greatest(fencing_token, %s), inbox = inbox + %s,
+UPDATE runs SET moved_to = NULL, deaths = 0, fencing_token = greatest(fencing_token, %s), inbox = inbox + %s,
     due = CASE WHEN queue IS NOT NULL THEN {{now}} + %s::float8 END
 WHERE run_id = %s AND moved_to IS NOT NULL AND {SYNCED}
 RETURNING fencing_token, (SELECT coalesce(max(seq), 0) FROM entries e WHERE e.run_id = runs.run_id)

@@ -25,10 +25,17 @@ _RIGHTS = {
     "run_steps, agent_step_journal",
     "INSERT": "entries, payloads, runs, inbox, secrets, queues, workers",
     "UPDATE (bytes)": "payloads",
-    "UPDATE (owner, fencing_token, lease_until, lease_seconds, lease_call, inbox, note, due, moved_to)": "runs",
+    "UPDATE (owner, fencing_token, lease_until, lease_seconds, lease_call, inbox, note, due, moved_to, deaths, deaths_after)": "runs",
     "UPDATE": "queues, workers",
     "DELETE": "workers",
 }
+
+# Who has these rights already, by what the migrations before made.
+_PROGRAMS = b"""
+SELECT DISTINCT grantee FROM information_schema.column_privileges
+WHERE table_schema = current_schema() AND table_name = 'runs' AND column_name = 'owner' AND privilege_type = 'UPDATE'
+    AND grantee NOT IN (current_user, 'PUBLIC')
+"""
 
 
 def migrate(
@@ -38,7 +45,7 @@ def migrate(
 
     Nothing where it is up to date. `partitions` spreads the tables of a new ledger over so many parts by the runs' ids; `triggers=False`
     leaves out what keeps the log append-only where an engine has none; `grant` names a role that is given the rights to use the ledger
-    and none to rewrite it. Raises a `StoreError` that says what is wrong; the database is as it was then.
+    and none to rewrite it; roles that have them get those to what is new. Raises a `StoreError` that says what is wrong; the database is as it was then.
     """
     place = place_of(dsn)
     try:
@@ -92,10 +99,13 @@ def _plan(
         plan.append(f"INSERT INTO meta (key, value) VALUES ('schema', {SCHEMA_VERSION}), ('triggers', {int(triggers)})")
     elif version < SCHEMA_VERSION:
         plan.append(f"UPDATE meta SET value = {SCHEMA_VERSION} WHERE key = 'schema'")
+    programs = {str(role) for (role,) in connection.execute(_PROGRAMS)} if 0 < version < SCHEMA_VERSION else set()
     if grant is not None:
-        role = sql.Identifier(grant).as_string()
-        plan.append(f"GRANT USAGE ON SCHEMA {name} TO {role}")
-        plan += [f"GRANT {right} ON {tables} TO {role}" for right, tables in _RIGHTS.items()]
+        programs.add(grant)
+    for role in sorted(programs):
+        to = sql.Identifier(role).as_string()
+        plan.append(f"GRANT USAGE ON SCHEMA {name} TO {to}")
+        plan += [f"GRANT {right} ON {tables} TO {to}" for right, tables in _RIGHTS.items()]
     return plan
 
 

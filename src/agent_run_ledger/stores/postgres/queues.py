@@ -10,6 +10,7 @@ from typing import Any
 from agent_run_ledger.contract import Beat, Lease, QueueTerms
 from agent_run_ledger.stores.postgres.connections import Connections
 from agent_run_ledger.stores.postgres.link import SYNCED, Link, timed
+from agent_run_ledger.stores.postgres.reading import DEATHS, LAST_SEQ, ONE_MORE_DEATH
 
 _FORGOTTEN_SECONDS = 86_400
 
@@ -51,12 +52,15 @@ SELECT p.* FROM levels CROSS JOIN LATERAL (
 ) p LIMIT %s
 """
 
+_LEASED = f"""run_id, fencing_token, (SELECT secret FROM secrets s WHERE s.run_id = runs.run_id), agent,
+    {DEATHS.format("runs")}"""
+
 _TAKE = f"""
 UPDATE runs SET
     owner = %s, lease_until = {{now}} + %s::float8, lease_seconds = %s, lease_call = %s, note = NULL,
     fencing_token = greatest(fencing_token, (SELECT value FROM meta WHERE meta.key = 'epoch') * 1048576) + 1
 WHERE run_id = ANY([]) AND owner IS NULL AND {SYNCED}
-RETURNING run_id, fencing_token, agent, (SELECT secret FROM secrets s WHERE s.run_id = runs.run_id), priority, due
+RETURNING {_LEASED}, priority, due
 """
 
 _CLAIM_DUE = f"WITH RECURSIVE {_LEVELS}, first AS ({_FIRST.replace('[]', '')})" + _TAKE.replace(
@@ -81,7 +85,7 @@ _TAKE_THESE = _TAKE.replace("[]", "%s")
 _FIND_TAKEN = f"""
 UPDATE runs SET lease_until = {{now}} + %s::float8
 WHERE queue = ANY(%s) AND owner = %s AND due IS NOT NULL AND lease_call = ANY(%s) AND {SYNCED}
-RETURNING run_id, fencing_token, agent, (SELECT secret FROM secrets s WHERE s.run_id = runs.run_id), priority, due
+RETURNING {_LEASED}, priority, due
 """
 
 _NEXT_DUE = f"""
@@ -94,7 +98,8 @@ SELECT min(head.due) - (SELECT now FROM moment) FROM levels, lines CROSS JOIN LA
 """
 
 _FREE_DEAD = f"""
-UPDATE runs SET owner = NULL WHERE owner IS NOT NULL AND lease_until <= {{now}} AND {SYNCED} AND run_id = ANY(ARRAY(
+UPDATE runs SET owner = NULL, deaths = {ONE_MORE_DEATH}, deaths_after = {LAST_SEQ}
+WHERE owner IS NOT NULL AND lease_until <= {{now}} AND {SYNCED} AND run_id = ANY(ARRAY(
     SELECT run_id FROM runs WHERE owner IS NOT NULL AND due IS NOT NULL AND lease_until <= {{now}} FOR UPDATE SKIP LOCKED
 ))
 """
@@ -141,8 +146,11 @@ class Claims:
 
         taken = self._links.run(find_or_take if before else partial(take, lease), find_or_take)
         self._unanswered = []
-        taken.sort(key=lambda found: (-found[4], found[5]))
-        return [Lease(run_id, owner, token, secret or b"", agent) for run_id, token, agent, secret, _, _ in taken]
+        taken.sort(key=lambda found: (-found[5], found[6]))
+        return [
+            Lease(run_id, owner, token, secret or b"", agent, deaths)
+            for run_id, token, secret, agent, deaths, _, _ in taken
+        ]
 
     def _take(
         self, queues: Sequence[QueueTerms], agents: Sequence[str], at_most: int, lease: tuple[Any, ...], link: Link

@@ -9,12 +9,20 @@ from agent_run_ledger.contract import Head, Listing, Row, Summary
 
 SUMMARIES_PER_PAGE = 200
 
-_HEAD = """{0}.run_id, {0}.owner, {0}.fencing_token, {0}.inbox, {0}.note,
-    {0}.created_at, {0}.agent, {0}.queue, {0}.priority, {0}.key,
-    CASE WHEN {0}.owner IS NOT NULL THEN greatest(0, {{now}} - ({0}.lease_until - {0}.lease_seconds)) END,
-    CASE WHEN {0}.owner IS NOT NULL THEN {0}.lease_until - {{now}} END,
-    {0}.due - {{now}}, {0}.moved_to"""
-_HEAD_COLUMNS = 14
+LAST_SEQ = "(SELECT max(seq) FROM entries e WHERE e.run_id = runs.run_id)"
+ONE_MORE_DEATH = f"CASE WHEN deaths_after = {LAST_SEQ} THEN deaths + 1 ELSE 1 END"
+"""Deaths are counted from the last entry on. Where an append was under way just now this sees the log before it, and the next death or
+whoever looks finds that an entry was written: one death too few is counted then."""
+DEATHS = """CASE WHEN {0}.deaths = 0 THEN 0
+        WHEN {0}.deaths_after = (SELECT max(seq) FROM entries e WHERE e.run_id = {0}.run_id) THEN {0}.deaths ELSE 0 END"""
+"""`Head.deaths`, with the name of the table of heads to be put in."""
+
+_HEAD = f"""{{0}}.run_id, {{0}}.owner, {{0}}.fencing_token, {{0}}.inbox, {{0}}.note,
+    {{0}}.created_at, {{0}}.agent, {{0}}.queue, {{0}}.priority, {{0}}.key,
+    CASE WHEN {{0}}.owner IS NOT NULL THEN greatest(0, {{{{now}}}} - ({{0}}.lease_until - {{0}}.lease_seconds)) END,
+    CASE WHEN {{0}}.owner IS NOT NULL THEN {{0}}.lease_until - {{{{now}}}} END,
+    {{0}}.due - {{{{now}}}}, {{0}}.moved_to, {DEATHS}"""
+_HEAD_COLUMNS = 15
 
 _ROW = """{0}.seq, {0}.kind, {0}.position, {0}.attempt, {0}.body, {0}.roots,
     CASE WHEN {0}.payload IS NULL AND {0}.digest IS NOT NULL
@@ -71,8 +79,8 @@ BEFORE_ALL: tuple[object, ...] = (float("-inf"), "")
 
 def as_head(found: Sequence[Any]) -> Head:
     """What `HEAD` answers."""
-    run_id, owner, token, inbox, note, *listing, idle, left, due_in, place = found[:_HEAD_COLUMNS]
-    return Head(run_id, owner, token, inbox, note, Listing._make(listing), idle, left, due_in, place)
+    run_id, owner, token, inbox, note, *listing, idle, left, due_in, place, deaths = found[:_HEAD_COLUMNS]
+    return Head(run_id, owner, token, inbox, note, Listing._make(listing), idle, left, due_in, place, deaths)
 
 
 def as_summary(found: Sequence[Any]) -> Summary:

@@ -40,10 +40,12 @@ UPDATE runs SET
     owner = %s, lease_until = {{now}} + %s::float8, lease_seconds = %s, lease_call = %s,
     note = CASE WHEN owner = %s AND starts_with(lease_call, %s) THEN note END,
     due = CASE WHEN owner = %s AND starts_with(lease_call, %s) THEN due WHEN queue IS NOT NULL THEN least(due, {{now}}) END,
+    deaths = CASE WHEN owner IS NULL OR (owner = %s AND starts_with(lease_call, %s)) THEN deaths ELSE {reading.ONE_MORE_DEATH} END,
+    deaths_after = CASE WHEN owner IS NULL OR (owner = %s AND starts_with(lease_call, %s)) THEN deaths_after ELSE {reading.LAST_SEQ} END,
     fencing_token = CASE WHEN owner = %s AND starts_with(lease_call, %s) THEN fencing_token
         ELSE greatest(fencing_token, (SELECT value FROM meta WHERE meta.key = 'epoch') * 1048576) + 1 END
 WHERE run_id = %s AND moved_to IS NULL AND (owner IS NULL OR lease_until <= {{now}} OR (owner = %s AND starts_with(lease_call, %s))) AND {SYNCED}
-RETURNING fencing_token, (SELECT secret FROM secrets s WHERE s.run_id = runs.run_id)
+RETURNING fencing_token, (SELECT secret FROM secrets s WHERE s.run_id = runs.run_id), {reading.DEATHS.format("runs")}
 """
 
 _RENEW = f"""
@@ -207,20 +209,20 @@ class PostgresStore:
         self._refuse_reading()
         owner = self._own_name(owner)
         mine = (owner, self._mark)
-        values = (owner, lease_seconds, lease_seconds, self._mark, *mine, *mine, *mine, run_id, *mine, "on")
+        values = (owner, lease_seconds, lease_seconds, self._mark, *mine * 5, run_id, *mine, "on")
 
-        def take(link: Link) -> tuple[int, bytes]:
+        def take(link: Link) -> Lease:
             while True:
                 found = link.execute(timed(_CLAIM, self._now), values, binary=True).fetchone()
                 if found is not None:
-                    return int(found[0]), found[1] or b""
+                    return Lease(run_id, owner, found[0], found[1] or b"", deaths=found[2])
                 head = self._here(run_id, link)
                 if head.owner is not None and head.lease_left is not None and head.lease_left > 0:
                     raise RunOwned(run_id, head.owner, head.idle_seconds or 0.0)
 
-        token, secret = self._links.run(take)
-        self._take(run_id, token)
-        return Lease(run_id, owner, token, secret)
+        lease = self._links.run(take)
+        self._take(run_id, lease.token)
+        return lease
 
     def _take(self, run_id: str, token: int) -> None:
         if self._held.get(run_id) != token:

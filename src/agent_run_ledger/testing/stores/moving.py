@@ -81,6 +81,16 @@ class MovingContract:
         clock.advance(61.0)
         assert _taken(store) == ["later"]
 
+    def test_the_deaths_of_a_run_stay_where_its_owners_died(self, store: Store, clock: FakeClock) -> None:
+        create(store, "r")
+        clock.advance(31.0)
+        lease = store.claim("r", "b", 30.0)
+        assert lease.deaths == 1
+        store.move_away("r", lease.token, ELSEWHERE)
+        assert store.adopt("r", lease.token, SECRET, LISTING, (), (), None)
+        assert store.adopt("s", lease.token, SECRET, LISTING, [[a_row(1)]], (), None)
+        assert [store.claim(run_id, "b", 30.0).deaths for run_id in ("r", "s")] == [0, 0]
+
     # --- move_away ----------------------------------------------------------------------------------------------------
 
     def test_a_run_that_was_moved_away_can_be_looked_at_and_nothing_else(self, store: Store, clock: FakeClock) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from agent_run_ledger.contract import Lease, Store
+from agent_run_ledger.contract import Append, Lease, Store
 from agent_run_ledger.errors import LeaseLost, RunNotFound, RunOwned, StoreError
 from agent_run_ledger.testing.clock import FakeClock
 from agent_run_ledger.testing.stores.words import (
@@ -10,6 +10,7 @@ from agent_run_ledger.testing.stores.words import (
     SECRET,
     a_row,
     create,
+    deaths_of,
     head_of,
     refuses,
 )
@@ -151,3 +152,59 @@ class OwnershipContract:
         head = head_of(store)
         assert (head.owner, head.token) == ("b", new.token)
         store.release("unknown", 1)
+
+    # --- deaths -------------------------------------------------------------------------------------------------------
+
+    def test_every_owner_from_whom_the_run_is_taken_counts_as_a_death(self, store: Store, clock: FakeClock) -> None:
+        assert create(store, "r").deaths == deaths_of(store) == 0
+        for deaths, owner in enumerate("bcd", 1):
+            clock.advance(31.0)
+            assert store.claim("r", owner, 30.0).deaths == deaths_of(store) == deaths
+        assert store.claim("r", "d", 30.0).deaths == 3
+        assert [summary.head.deaths for summary in store.summaries()] == [3]
+
+    def test_who_gives_a_run_back_leaves_the_deaths_before_as_they_are(self, store: Store, clock: FakeClock) -> None:
+        create(store, "r")
+        clock.advance(31.0)
+        for _ in range(3):
+            lease = store.claim("r", "b", 30.0)
+            assert lease.deaths == 1
+            store.annotate("r", lease.token, "a note")
+            assert store.renew("r", lease.token, 30.0) == 0
+            store.release("r", lease.token)
+        assert deaths_of(store) == 1
+
+    def test_an_owner_that_claims_its_own_run_late_has_not_died(self, store: Store, clock: FakeClock) -> None:
+        first = create(store, "r")
+        clock.advance(31.0)
+        assert store.claim("r", "a", 30.0) == first
+        assert deaths_of(store) == 0
+
+    def test_deaths_are_counted_from_the_last_entry_on(self, store: Store, clock: FakeClock) -> None:
+        create(store, "r")
+        for owner in "bc":
+            clock.advance(31.0)
+            lease = store.claim("r", owner, 30.0)
+        assert store.append("r", lease.token, 0, [a_row(2)], synced=True)
+        assert deaths_of(store) == 0
+        store.release("r", lease.token)
+        lease = store.claim("r", "d", 30.0)
+        assert lease.deaths == 0
+        clock.advance(31.0)
+        lease = store.claim("r", "e", 30.0)
+        assert lease.deaths == 1
+        assert store.append("r", lease.token, 0, [a_row(3), a_row(4)], synced=True)
+        assert store.append_all([Append("r", lease.token, 0, [a_row(5)])], synced=True) == [True]
+        for owner, deaths in (("f", 1), ("g", 2)):
+            clock.advance(31.0)
+            assert store.claim("r", owner, 30.0).deaths == deaths
+
+    def test_each_run_has_its_own_deaths(self, store: Store, clock: FakeClock) -> None:
+        for run_id in ("r", "s", "t"):
+            create(store, run_id)
+        clock.advance(31.0)
+        store.claim("r", "b", 30.0)
+        clock.advance(31.0)
+        store.claim("r", "c", 30.0)
+        store.claim("s", "c", 30.0)
+        assert [deaths_of(store, run_id) for run_id in ("r", "s", "t")] == [2, 1, 0]

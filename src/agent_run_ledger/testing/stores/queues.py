@@ -14,6 +14,7 @@ from agent_run_ledger.testing.stores.words import (
     a_row,
     claim_due,
     create,
+    deaths_of,
     due_in_of,
     enqueue,
     head_of,
@@ -471,6 +472,26 @@ class QueuesContract:
         freed: list[int] = []
         in_threads([lambda: freed.append(store.free_dead()) for _ in range(6)])
         assert sum(freed) == 12
+
+    def test_the_deaths_of_a_run_are_counted_wherever_it_is_taken_and_told_to_whoever_claims_it(
+        self, store: Store, clock: FakeClock
+    ) -> None:
+        enqueue(store, "r")
+        enqueue(store, "given back")
+        for deaths, queue in enumerate((QueueTerms("q"), QueueTerms("q", 2, 1), QueueTerms("q"))):
+            leases = {lease.run_id: lease for lease in claim_due(store, queue)}
+            assert {run_id: lease.deaths for run_id, lease in leases.items()} == {"r": deaths, "given back": 0}
+            store.release("given back", leases["given back"].token, due_in=0.0)
+            clock.advance(31.0)
+            assert store.free_dead() == 1
+            assert deaths_of(store, "r") == deaths + 1
+        assert store.claim("r", "b", 30.0).deaths == 3
+        clock.advance(31.0)
+        lease = store.claim("r", "c", 30.0)
+        assert lease.deaths == 4
+        assert store.append("r", lease.token, 0, [a_row(2)], synced=True)
+        store.release("r", lease.token, due_in=0.0)
+        assert {lease.run_id: lease.deaths for lease in claim_due(store)} == {"r": 0, "given back": 0}
 
     # --- adopt --------------------------------------------------------------------------------------------------------
 

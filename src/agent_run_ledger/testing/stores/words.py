@@ -69,6 +69,10 @@ def head_of(store: Store, run_id: str = "r") -> Head:
     return head
 
 
+def deaths_of(store: Store, run_id: str = "r") -> int:
+    return head_of(store, run_id).deaths
+
+
 def note_of(store: Store) -> str | None:
     return head_of(store).note
 
