@@ -501,6 +501,22 @@ def test_every_flipped_bit_is_found_by_both(bundle: Path, tmp_path: Path) -> Non
         assert not is_sound_to_the_script(flipped)
 
 
+def test_bytes_are_spelt_in_one_way(bundle: Path, tmp_path: Path) -> None:
+    lines, changed, seen = lines_of(bundle), tmp_path / "changed.arl", 0
+    for number, name, value, remade in fields_of(lines):
+        if not isinstance(value, str) or not value.endswith("=") or name == "head":
+            continue
+        at = len(value.rstrip("=")) - 1
+        other = value[:at] + chr(ord(value[at]) + 1) + value[at + 1 :]
+        if b64decode(other) == b64decode(value):
+            seen += 1
+            written(changed, [*lines[:number], remade(other), *lines[number + 1 :]], is_repaired=True)
+            with pytest.raises(BadBundle, match=f"{name} should be"):
+                verify_bundle(changed)
+            assert not is_sound_to_the_script(changed)
+    assert seen > 20
+
+
 def rebuilt(lines: list[Line], change: Callable[[int, dict[str, Any]], None]) -> list[Line]:
     """The bundle as somebody would forge it who knows all the rules: bodies are changed, and every hash in it fits."""
     frontier: list[bytes] = []
