@@ -77,6 +77,8 @@ EVERY_PAGE = [*PAGES, *sorted((DOCS / "design").rglob("*.md"))]
 PYTHON_API = DOCS / "reference" / "python-api.md"
 ERRORS = DOCS / "reference" / "errors.md"
 SCHEMA = DOCS / "reference" / "entries-and-schema.md"
+SCRIPTS = DOCS / "reference"
+"""Where the programs are that the documentation comes with."""
 ADDRESS = "postgresql://agents@db.internal/agents"
 """Where a ledger on a server is, in the documentation."""
 TWO_PROGRAMS = DOCS / "tutorial" / "two-programs.md"
@@ -171,6 +173,8 @@ class Reader:
             words = shlex.split(command, comments=True)
             if words[0] == "python":
                 words[0] = sys.executable
+                if (SCRIPTS / words[1]).is_file():
+                    words[1] = str(SCRIPTS / words[1])
             elif words[0] == "agent-run-ledger" and words[1:2] != ["demo"]:  # the demo has tests of its own
                 words[:1] = [sys.executable, "-m", "agent_run_ledger"]
             else:
@@ -799,7 +803,7 @@ def module_table() -> str:
     """Every module with the first line of its docstring, floor by floor."""
     floors = [
         ("0 words", ["errors.py", "model.py", "contract.py"]),
-        ("1 rules", ["rules", "merkle.py", "checkpoints.py", "usage.py", "prices.py"]),
+        ("1 rules", ["rules", "merkle.py", "checkpoints.py", "bundles.py", "usage.py", "prices.py"]),
         ("2 engine", ["engine"]),
         ("2 stores", ["stores"]),
         ("3 drivers", ["drivers"]),
@@ -810,6 +814,7 @@ def module_table() -> str:
                 "working.py",
                 "fleet",
                 "copying.py",
+                "exporting.py",
                 "backups.py",
                 "forgetting.py",
                 "redacting.py",
@@ -930,7 +935,8 @@ def test_the_reference_has_every_public_name() -> None:
 def test_the_reference_has_every_code_of_a_finding() -> None:
     code = (PACKAGE / "engine" / "audit.py").read_text(encoding="utf-8")
     codes = {"storage", *re.findall(r'self\.found\([^"]*?, "(\w+)"', code)}
-    codes |= set(re.findall(r'Finding\([^"]*?, "(\w+)"', (PACKAGE / "heads.py").read_text(encoding="utf-8")))
+    for name in ("heads.py", "exporting.py"):
+        codes |= set(re.findall(r'Finding\([^"]*?, "(\w+)"', (PACKAGE / name).read_text(encoding="utf-8")))
     listed = section(PYTHON_API.read_text(encoding="utf-8"), "Finding").partition("`code` is one of")[2]
     assert set(re.findall(r"`(\w+)`", listed)) == codes
 

@@ -170,6 +170,8 @@ COMMANDS: dict[str, list[list[str]] | str] = {
     "approvals": [["approvals"], ["approvals", "asking"]],
     "verify": [["verify"], ["verify", "done"]],
     "head": [["head", "done"], ["keygen", "secret", "--out", "key"], ["head", "--sign", "key", "--log", "heads.log"]],
+    "export": [["export", "done", "--out", "run.arl", "--with-secret"], ["export", "done", "--out", "run.arl"], ["verify", "run.arl"]],
+    "import": [["export", "done", "--out", "run.arl", "--with-secret"], ["import", "run.arl"], ["--db", "other.db", "import", "run.arl"]],
     "prove": [["prove", "done", "1"], ["prove", "done", "--since", "1"]],
     "keygen": [["keygen", "ann", "--out", "key"]],
     "doctor": [["doctor"]],

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from agent_run_ledger.errors import ApprovalMismatch as ApprovalMismatch
     from agent_run_ledger.errors import AttemptsExhausted as AttemptsExhausted
     from agent_run_ledger.errors import BackupRefused as BackupRefused
+    from agent_run_ledger.errors import BadBundle as BadBundle
     from agent_run_ledger.errors import BadNote as BadNote
     from agent_run_ledger.errors import BudgetExceededException as BudgetExceededException
     from agent_run_ledger.errors import CallBlocked as CallBlocked
@@ -65,6 +66,7 @@ if TYPE_CHECKING:
     from agent_run_ledger.errors import UnserialisableArguments as UnserialisableArguments
     from agent_run_ledger.errors import UnserialisableOutput as UnserialisableOutput
     from agent_run_ledger.errors import WaitTimeout as WaitTimeout
+    from agent_run_ledger.exporting import verify_bundle as verify_bundle
     from agent_run_ledger.fleet.handle import Handle as Handle
     from agent_run_ledger.fleet.worker import Worker as Worker
     from agent_run_ledger.guard import forge_or_sentinel_guard as forge_or_sentinel_guard
@@ -212,7 +214,9 @@ else:
         "TreeHead": "checkpoints",
         "InclusionProof": "checkpoints",
         "ConsistencyProof": "checkpoints",
+        "BadBundle": "errors",
         "BadNote": "errors",
+        "verify_bundle": "exporting",
         "HeadRefused": "errors",
         "HeadLog": "heads",
         "Signer": "signing",
@@ -257,6 +261,7 @@ __all__ = [
     "AttemptsExhausted",
     "BackupRefused",
     "BlockedCall",
+    "BadBundle",
     "BadNote",
     "Budget",
     "BudgetExceededException",
@@ -361,4 +366,5 @@ __all__ = [
     "register_type",
     "sanitize_identifier",
     "shared_budget",
+    "verify_bundle",
 ]

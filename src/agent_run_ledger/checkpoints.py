@@ -154,10 +154,10 @@ def _whole(lines: list[str]) -> str:
     return text
 
 
-def signed(text: str, signature: Signature) -> str:
-    """The text as a note with this one signature."""
-    encoded = b64encode(signature.key_id + signature.signature).decode()
-    return f"{text}\n{_MARK}{signature.name} {encoded}\n"
+def signed(text: str, *signatures: Signature) -> str:
+    """The text as a note with these signatures; without any it is the text alone."""
+    lines = [f"{_MARK}{each.name} {b64encode(each.key_id + each.signature).decode()}\n" for each in signatures]
+    return "\n".join([text, *lines[:1]]) + "".join(lines[1:])
 
 
 def _signature(line: str, text: str) -> Signature:

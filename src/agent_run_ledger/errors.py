@@ -474,6 +474,21 @@ class BadNote(LedgerError, ValueError):
         self.why = why
 
 
+class BadBundle(LedgerError, ValueError):
+    """A file is no bundle of a run, or not a whole one, or one of a newer format. Nothing was taken out of it.
+
+    ``line`` is the number of its line that is wrong, from 1, and ``why`` says what is wrong with it.
+    """
+
+    def __init__(self, path: str, line: int, why: str) -> None:
+        super().__init__(
+            f"{path}, line {line}: {why}. This is no whole bundle of a run, and nothing was taken out of it; get the file anew."
+        )
+        self.path = path
+        self.line = line
+        self.why = why
+
+
 class HeadRefused(LedgerError, RuntimeError):
     """The signer has signed another past of this run: its head is not signed, and nothing was written. Somebody changed the ledger.
 

@@ -215,9 +215,11 @@ class Comparison:
     """One run's entries, as they are recomputed, held to its heads that were kept elsewhere."""
 
     def __init__(self, heads: Iterable[TreeHead]) -> None:
-        self._heads = list(heads)
-        self._roots = {head.size: merkle.EMPTY_ROOT for head in self._heads if head.size == 0}
-        self._sizes = {head.size for head in self._heads}
+        self.heads = list(heads)
+        self._roots = {head.size: merkle.EMPTY_ROOT for head in self.heads if head.size == 0}
+        self._sizes = {head.size for head in self.heads}
+        self.covered = 0
+        """How many entries are covered by those heads that they agree with, once there are no more."""
 
     def take(self, size: int, frontier: Sequence[bytes]) -> None:
         """So many entries give this frontier."""
@@ -231,8 +233,8 @@ class Comparison:
         """
         if tombstone is not None and size == 0:
             self._roots[tombstone.size] = tombstone.root
-            self._heads = [head for head in self._heads if head.size >= tombstone.size]
-        for head in self._heads:
+            self.heads = [head for head in self.heads if head.size >= tombstone.size]
+        for head in self.heads:
             root = self._roots.get(head.size)
             if root is None:
                 left = f"{size} are left" if size else "there is no such run"
@@ -243,3 +245,5 @@ class Comparison:
                 said = f"a head that was kept says that the first {head.size} entries have the root {head.root.hex()}"
                 message = f"{said}, they give {root.hex()}: they are not what was written then"
                 yield Finding(head.run_id, head.size, "fork", message)
+            else:
+                self.covered = max(self.covered, head.size)

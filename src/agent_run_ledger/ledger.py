@@ -7,7 +7,7 @@ import os
 import socket
 import threading
 import weakref
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from types import TracebackType
@@ -71,6 +71,7 @@ if TYPE_CHECKING:
     from agent_run_ledger.drivers.asynchronous import AsyncDriver
     from agent_run_ledger.heads import Against, Emitting, HeadLog
     from agent_run_ledger.prices import Prices
+    from agent_run_ledger.signing import Signer
     from agent_run_ledger.stores.encryption import Encryption
 
 Durability = Literal["full", "process"]
@@ -356,7 +357,7 @@ class Ledger(Operator):
 
         expected = heads.kept(against, key)
         findings: list[Finding] = []
-        entries = number = unchecked = 0
+        entries = number = covered = unchecked = 0
         if run_id is None:
             findings += [Finding("", None, "storage", message) for message in self._store.check()]
             ids: Iterator[str] = (summary.head.run_id for summary in self._store.summaries())
@@ -389,10 +390,11 @@ class Ledger(Operator):
                     continue  # deleted since it was listed
                 raise reading.absent(self._store, each)
             findings += comparison.end(auditor.leaves, self._store.tombstone(each) if compared else None)
+            covered += comparison.covered
             entries += auditor.leaves
         for gone, missing in expected.items():
             findings += heads.Comparison(missing).end(0, self._store.tombstone(gone))
-        return VerificationReport(not findings, findings, entries, number, compared, unchecked)
+        return VerificationReport(not findings, findings, entries, number, compared, covered, unchecked)
 
     def tree_head(self, run_id: str, size: int | None = None) -> TreeHead:
         """The size and root of the run's tree as it is now, or as it was when it had `size` entries. They are on stable storage by then.
@@ -533,6 +535,62 @@ class Ledger(Operator):
             return Copying(self, store, told).run(run_id, children=children)
         finally:
             store.close()
+
+    def export(
+        self,
+        run_id: str,
+        path: str | os.PathLike[str],
+        *,
+        payloads: bool = True,
+        secret: bool = False,
+        heads: str | Iterable[str] | None = None,
+        signer: Signer | None = None,
+        overwrite: bool = False,
+        told: Callable[[int], None] | None = None,
+    ) -> TreeHead:
+        """Write one run into one file, a *bundle*, that can be verified without this ledger, and return the head that it ends with.
+
+        With the run's `secret` its payloads can be held to the log, it can be brought into another ledger, and whoever has it can tell
+        whether an erased payload was what he thinks. Without `payloads` there are no arguments, outputs, errors, goals or reasons in
+        it, and the log can be verified all the same. `heads` are texts with heads that were kept elsewhere, as of `HeadLog`: those of
+        this run go into the file, each with its proof; `signer` signs the one that it ends with. It stands there when it is whole, or not
+        at all, and takes the place of a file only if it is to `overwrite` it. `told` hears how many entries are done.
+
+        Raises `RunNotFound`, `BadNote`, and `CopyRefused` where there is a file, the run is damaged, or is not what one of the heads says.
+
+        >>> with AgentRunLedger("agent.db") as ledger:
+        ...     head = ledger.export("october", "october.arl", secret=True)
+        >>> verify_bundle("october.arl", against=head).ok
+        True
+        """
+        from agent_run_ledger import exporting
+
+        return exporting.export(
+            self._store,
+            check_name("run_id", run_id),
+            path,
+            has_payloads=payloads,
+            has_secret=secret,
+            heads=heads,
+            signer=signer,
+            overwrite=overwrite,
+            told=told,
+        )
+
+    def import_run(self, path: str | os.PathLike[str], *, told: Callable[[int], None] | None = None) -> CopiedRun:
+        """Bring the run of a bundle into this ledger, entry for entry and under its id; where it stands already, nothing is written.
+
+        The run has ended, for one that has not may go on only where it is (`copy` moves it), and its secret and its payloads are in the
+        bundle. `told` hears how many entries are done. Raises `BadBundle`, and `CopyRefused` where `verify_bundle` finds something,
+        where it cannot be brought here, or where another run of this id stands here.
+
+        >>> with AgentRunLedger("other.db") as ledger:
+        ...     ledger.import_run("october.arl").entries
+        4
+        """
+        from agent_run_ledger import exporting
+
+        return exporting.take_in(self._store, path, told)
 
     def _run(self, run_id: str) -> HeldRun:
         return self._leases.run(check_run_id(run_id))

@@ -707,5 +707,8 @@ class VerificationReport:
     runs: int
     heads: int = 0
     """How many heads that were kept elsewhere it was held to."""
+    covered: int = 0
+    """How many entries those of them cover that agree."""
     unchecked: int = 0
-    """Payloads that are encrypted under a key that is not here: of them it is known that they are there, and not what they are."""
+    """How many payloads could not be held to the log: they are encrypted under a key that is not here, or they or the run's secret are
+    withheld from a bundle."""

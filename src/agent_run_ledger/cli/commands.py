@@ -9,10 +9,11 @@ import sys
 import textwrap
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from keyword import iskeyword
 from typing import NoReturn
 
 import agent_run_ledger
-from agent_run_ledger.cli import fleet, places, preflight, proving, supervise
+from agent_run_ledger.cli import bundles, fleet, places, preflight, proving, supervise
 from agent_run_ledger.cli.options import age, count, money, number, seconds
 from agent_run_ledger.cli.shell import ERROR, INTERRUPTED, KEYS_VARIABLE, PIPE_CLOSED, VARIABLE, UsageError
 from agent_run_ledger.cli.terminal import plain, showing, writable
@@ -91,7 +92,10 @@ class _Commands:
         self._acts.add_argument("--yes", action="store_true", help="do it; without this the preview is all")
 
     def add(self, name: str, home: str, text: str, example: str, *, of: str = "ledger") -> argparse.ArgumentParser:
-        """One command: the function of its name in the module `home`. It is about a `ledger`, an `act` on one, or a `program`."""
+        """One command: the function of its name in the module `home`. It is about a `ledger`, an `act` on one, or a `program`.
+
+        A name that Python keeps for itself has a function with one more underscore.
+        """
         parents = [self._showing] if of == "program" else [self._showing, self._db]
         if of == "act":
             parents.append(self._acts)
@@ -103,7 +107,8 @@ class _Commands:
             parents=parents,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        added.set_defaults(command=_later(f"agent_run_ledger.cli.{home}", name.replace("-", "_")))
+        function = name.replace("-", "_") + "_" * iskeyword(name)
+        added.set_defaults(command=_later(f"agent_run_ledger.cli.{home}", function))
         return added
 
 
@@ -238,10 +243,11 @@ def _add_looking(commands: _Commands) -> None:
         "verify",
         "looking",
         "Recompute every entry of one run, or of all, and report what does not agree. A database alone proves only that "
-        "it agrees with itself; with --against it is held to heads that were kept elsewhere.",
+        "it agrees with itself; with --against it is held to heads that were kept elsewhere. Without --db, RUN may be a bundle, which is "
+        "verified alone.",
         "--db demo/agent.db verify",
     )
-    verify.add_argument("run_id", metavar="RUN", nargs="?")
+    verify.add_argument("run_id", metavar="RUN", nargs="?", help="a run, or a file that `export` wrote")
     verify.add_argument(
         "--against",
         metavar="FILE",
@@ -249,9 +255,12 @@ def _add_looking(commands: _Commands) -> None:
         help="heads that were kept elsewhere, or - for standard input: what was cut off or rewritten since is found; may be repeated",
     )
     verify.add_argument(
-        "--key", metavar="KEY", help="the public key by which each of these heads has to be signed, or @FILE"
+        "--key",
+        metavar="KEY",
+        help="the public key by which each of these heads, and each in a bundle, has to be signed, or @FILE",
     )
     proving.add(add)
+    bundles.add(add)
     add(
         "doctor",
         "looking",

@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import agent_run_ledger
+from agent_run_ledger.cli.bundles import is_bundle
 from agent_run_ledger.cli.fleet import stuck
 from agent_run_ledger.cli.proving import heads_given, key_given, signing
 from agent_run_ledger.cli.shell import (
@@ -31,12 +33,18 @@ if TYPE_CHECKING:
 _PROVED = """\
 This proves that the database agrees with itself: damage and careless changes are found. Who can write the file can
 rebuild it whole, or put an older copy in its place; only a tree head kept elsewhere finds that: --against."""
+_FILE_PROVED = """\
+This proves that the file agrees with itself: damage and careless changes are found. Who can write it can write all of it
+anew; only a head that you have from elsewhere (--against), or a signed one in it and the key that you know (--key), finds that."""
 _PROVED_AGAINST = """\
-This proves that the database agrees with itself, and that what the heads cover is what it was when they were signed.
-Entries behind the last head of a run, and runs without one, are proved by the database alone."""
+This proves that the ledger agrees with itself, and that what the heads cover is what it was when they were signed.
+Entries behind the last head of a run, and runs without one, are proved by the ledger alone."""
 _PROVED_UNSIGNED = """\
-This proves that the database agrees with itself and with these heads. Who signed them was not looked at (--key does that):
-they prove as much as the place where they were kept. Entries behind the last head of a run are proved by the database alone."""
+This proves that the ledger agrees with itself and with these heads. Who signed them was not looked at (--key does that):
+they prove as much as the place where they were kept. Entries behind the last head of a run are proved by the ledger alone."""
+_UNCHECKED = (
+    "{} could not be held to the log: they, or the run's secret, were left out of this file when it was exported."
+)
 
 _WIDE = 130
 """From this many columns on a step's arguments are shown, too."""
@@ -190,13 +198,15 @@ def _notes(
 
 
 def verify(given: argparse.Namespace) -> int:
-    if given.key is not None and given.against is None:
+    is_file = given.db is None and given.run_id is not None and is_bundle(given.run_id)
+    if given.key is not None and given.against is None and not is_file:
         raise UsageError("--key says who has signed the heads of --against: give both")
     progress = Progress(sys.stderr)
-    with signing(), opened_to_look(given) as ledger:
+    with signing(), nullcontext() if is_file else opened_to_look(given) as ledger:
         against = heads_given(given.against) if given.against is not None else None
+        look = agent_run_ledger.verify_bundle if ledger is None else ledger.verify
         try:
-            report = ledger.verify(given.run_id, against, key=key_given(given.key), told=progress.checked)
+            report = look(given.run_id, against, key=key_given(given.key), told=progress.checked)
         finally:
             progress.clear()
     if given.json:
@@ -205,7 +215,8 @@ def verify(given: argparse.Namespace) -> int:
     print(
         f"{counted(report.entries, 'entry', 'entries')} of {counted(report.runs, 'run', 'runs')}: "
         f"{counted(len(report.findings), 'finding', 'findings')}"
-        + (f", held to {counted(report.heads, 'kept head', 'kept heads')}" if given.against is not None else "")
+        + (f", held to {counted(report.heads, 'kept head', 'kept heads')}" if report.heads else "")
+        + (f" over {counted(report.covered, 'entry', 'entries')}" if report.heads and is_file else "")
     )
     if report.unchecked:
         print(
@@ -219,7 +230,10 @@ def verify(given: argparse.Namespace) -> int:
         )
         print(table(("RUN", "ENTRY", "CODE", "MESSAGE"), rows, stretch=3))
     print()
-    print(_PROVED if given.against is None else _PROVED_AGAINST if given.key is not None else _PROVED_UNSIGNED)
+    proved = _FILE_PROVED if is_file else _PROVED
+    print(_PROVED_AGAINST if given.key is not None else _PROVED_UNSIGNED if given.against is not None else proved)
+    if report.unchecked:
+        print(_UNCHECKED.format(counted(report.unchecked, "payload", "payloads")))
     return OK if report.ok else PROBLEM
 
 

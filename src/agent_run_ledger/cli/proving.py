@@ -77,7 +77,7 @@ def head(given: argparse.Namespace) -> int:
     status = OK
     shown: list[dict[str, object]] = []
     with signing(), opened_to_look(given) as ledger:
-        signer = None if given.sign is None else Signer(_read(given.sign))
+        signer = signer_given(given.sign)
         log = HeadLog(given.log, signer) if given.log is not None and signer is not None else None
         for run_id in [given.run_id] if given.run_id is not None else [run.run_id for run in ledger.runs()]:
             try:
@@ -147,8 +147,13 @@ def _read(path: str) -> str:
         return file.read()
 
 
+def signer_given(path: str | None) -> Signer | None:
+    """Who signs with the private key in the file that `--sign` names."""
+    return None if path is None else Signer(_read(path))
+
+
 def heads_given(paths: list[str]) -> list[str]:
-    """The texts that `--against` names, a file each, or `-` for standard input."""
+    """The texts that `--against` or `--heads` names, a file each, or `-` for standard input."""
     return [sys.stdin.read() if path == "-" else _read(path) for path in paths]
 
 

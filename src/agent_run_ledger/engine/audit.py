@@ -59,18 +59,23 @@ class Audit:
     It takes one whole entry after the other, keeps no long payload, and at the end is told of the head as it is *then*. A payload that
     a later entry says was erased is no finding, its digest in the body still stands. A bare database proves only that it agrees with
     itself.
+
+    Where it looks at a bundle, the secret may be withheld, which is None, and so may all payloads: `unchecked` counts those that could
+    not be held to the log.
     """
 
-    def __init__(self, run_id: str, secret: bytes) -> None:
+    def __init__(self, run_id: str, secret: bytes | None, *, has_payloads: bool = True) -> None:
         self.run_id = run_id
         self.findings: list[Finding] = []
+        self.has_secret, self.has_payloads = secret is not None, has_payloads
+        secret = b"" if secret is None else secret
         is_bytes = type(secret) is bytes  # a file holds whatever is written into it
         if not is_bytes:
             self.found(None, "secret", f"the run's secret is of type {type(secret).__name__}, it should be bytes")
         self.is_sealed = is_bytes and sealed_under(secret) is not None
         """Whether what the run has kept is encrypted, and its key is not here."""
         self.unchecked = 0
-        """Payloads that could not be looked at for that."""
+        """Payloads that could not be held to the log, for that or because something is withheld."""
         self.secret = secret = secret if is_bytes and not self.is_sealed else b""
         self.size = 0
         self.leaves = 0
@@ -107,7 +112,7 @@ class Audit:
             self.found(first, "erased", f"the payload of {which} is gone, and no later entry says that it was erased")
         if self.lost_secret and (self.secret or self.is_sealed):
             self.found(None, "secret", "an entry says that the run's secret was erased, and it is there")
-        elif self.leaves and not (self.lost_secret or self.secret or self.is_sealed):
+        elif self.leaves and self.has_secret and not (self.lost_secret or self.secret or self.is_sealed):
             self.found(None, "secret", "the run's secret is gone, and no entry says that it was erased")
         self.head(head, [request.id for request in requests])
         return self.findings
@@ -156,15 +161,15 @@ class Audit:
                 "lifecycle",
                 "the entry says that it was carried over from another run, and stands behind the fork",
             )
-        self.columns(row, body)
-        if row.kind == "erased":
-            self.erasing(row, body)
-        self.payload(row, body)
-        self.moves(row, body)
-        self.order(row, body)
-        if row.payload is not None and (len(row.payload) > KEPT_BYTES or row.encoding is not None):
-            row = row._replace(payload=None)
-        try:
+        try:  # a field of the body may hold anything, whatever should stand there
+            self.columns(row, body)
+            if row.kind == "erased":
+                self.erasing(row, body)
+            self.payload(row, body)
+            self.moves(row, body)
+            self.order(row, body)
+            if row.payload is not None and (len(row.payload) > KEPT_BYTES or row.encoding is not None):
+                row = row._replace(payload=None)
             self.history.absorb(row, body)
         except (LookupError, ValueError, TypeError, AttributeError, AssertionError) as error:
             self.found(row.seq, "body", f"the entry does not fit the log before it ({type(error).__name__}: {error})")
@@ -201,8 +206,11 @@ class Audit:
                     row.seq, "payload", "there is a payload, or what goes with one, where the hashed body names none"
                 )
             return
+        if not self.has_payloads or (row.payload is not None and not self.has_secret):
+            self.unchecked += 1
         if row.payload is None:
-            self.erased.add(row.seq)
+            if self.has_payloads:
+                self.erased.add(row.seq)
             if row.digest is not None:
                 self.found(row.seq, "payload", "the payload is missing although its digest was not erased with it")
             elif row.fingerprint is not None or row.encoding is not None:
@@ -222,9 +230,9 @@ class Audit:
         if row.encoding is not None:
             self.found(row.seq, "payload", f"the payload's encoding {row.encoding!r} is not known to this version")
             return
-        if not self.secret:
+        if self.has_secret and not self.secret:
             self.found(row.seq, "secret", "the run's secret is gone and this payload is not: nothing binds it any more")
-        elif digests.salted(self.secret, row.payload) != body["payload"]:
+        elif self.secret and digests.salted(self.secret, row.payload) != body["payload"]:
             self.found(row.seq, "payload", "the payload is not the one whose salted digest is in the hashed body")
         if row.digest != digests.plain(row.payload):
             self.found(row.seq, "digest", "the plain digest is not that of the payload")

@@ -6,6 +6,8 @@ import sqlite3
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from functools import partial
+from itertools import groupby
+from operator import itemgetter
 
 from agent_run_ledger.contract import Append, Listing, Row
 from agent_run_ledger.errors import LeaseLost, LedgerError, RunNotFound, StoreError, StoreUnavailable
@@ -97,9 +99,6 @@ _STANDING = """
 SELECT seq, kind, position, attempt, body, roots, digest FROM entries
 WHERE run_id = ? AND seq BETWEEN ? AND ? ORDER BY seq
 """
-
-
-_ROWS_ASIDE = 200
 
 
 class Log:
@@ -337,13 +336,14 @@ class Log:
 
 @contextmanager
 def kept_aside(pages: Iterable[Sequence[Row]]) -> Iterator[Iterable[Sequence[Row]]]:
-    """The same rows, all of them read and kept in a temporary file, however many they are."""
+    """The same rows in the same pages, all of them read and kept in a temporary file, however many they are."""
     with closing(sqlite3.connect("")) as file:
-        file.execute(f"CREATE TABLE aside ({', '.join(Row._fields)})")
-        for rows in pages:
-            file.executemany(f"INSERT INTO aside VALUES ({', '.join('?' * len(Row._fields))})", rows)
+        file.execute(f"CREATE TABLE aside (page, {', '.join(Row._fields)})")
+        for page, rows in enumerate(pages):
+            marks = ", ".join("?" * len(Row._fields))
+            file.executemany(f"INSERT INTO aside VALUES ({page}, {marks})", rows)
         found = file.execute("SELECT * FROM aside ORDER BY rowid")
-        yield iter(lambda: list(map(Row._make, found.fetchmany(_ROWS_ASIDE))), [])
+        yield ([Row._make(row[1:]) for row in kept] for _, kept in groupby(found, itemgetter(0)))
 
 
 def _refuse(db: sqlite3.Connection, run_id: str, token: int, inbox: int) -> None:
