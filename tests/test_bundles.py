@@ -49,6 +49,10 @@ SECRETIVE = "4711-0815-SESAME"
 """What stands in arguments, outputs, the goal and a signal of the run, and nowhere else."""
 
 
+KEYS = [pytest.param(None, id="no key"), pytest.param(SIGNER.verifier, id="key", marks=pytest.mark.slow)]
+"""With a key each look at a bundle takes ten times as long: the script does Ed25519 in Python."""
+
+
 def script() -> Any:
     """The verifier of the documentation, as a module."""
     spec = importlib.util.spec_from_file_location("verify_bundle_of_the_docs", SCRIPT)
@@ -414,7 +418,7 @@ def is_bound(line: Line, name: str, new: Any) -> bool:
 
 
 @pytest.mark.parametrize("variant", ["whole", "without secret", "without payloads"])
-@pytest.mark.parametrize("key", [None, SIGNER.verifier], ids=["no key", "key"])
+@pytest.mark.parametrize("key", KEYS)
 def test_two_verifiers_agree_on_a_bundle_in_which_any_one_field_was_changed(
     bench: Bench, tmp_path: Path, variant: str, key: str | None
 ) -> None:
@@ -453,7 +457,7 @@ def test_two_verifiers_agree_on_a_bundle_in_which_any_one_field_was_changed(
         assert free <= {"head", "secret", "payload", "payloads", "digest", "fingerprint"}
 
 
-@pytest.mark.parametrize("key", [None, SIGNER.verifier], ids=["no key", "key"])
+@pytest.mark.parametrize("key", KEYS)
 def test_two_verifiers_agree_on_a_bundle_whose_lines_were_moved(bundle: Path, tmp_path: Path, key: str | None) -> None:
     lines, changed = lines_of(bundle), tmp_path / "changed.arl"
     size = len(lines)
