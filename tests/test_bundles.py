@@ -326,14 +326,22 @@ def test_the_secret_does_not_go_where_payloads_are_withheld(bench: Bench, tmp_pa
 
 def test_a_payload_that_was_erased_stays_erased(bench: Bench, other: Bench, tmp_path: Path) -> None:
     ended(bench.open())
-    with raw(bench.path, without_triggers=True) as connection:
-        connection.execute("UPDATE entries SET payload = NULL, digest = NULL, fingerprint = NULL WHERE seq IN (2, 3)")
-    if bench.open().verify().ok:  # else it has to be said in an entry first
-        bench.open().export(RUN, tmp_path / "run.arl", secret=True)
-        assert verify_bundle(tmp_path / "run.arl").ok
-        assert DOCS.verify(tmp_path / "run.arl")[0] == []
-        other.open().import_run(tmp_path / "run.arl")
-        assert standing(other) == standing(bench)
+    bench.open().forget(RUN, 1, by="ann", reason="asked to")
+    bench.open().export(RUN, tmp_path / "run.arl", secret=True)
+    assert verify_bundle(tmp_path / "run.arl").ok
+    assert DOCS.verify(tmp_path / "run.arl")[0] == []
+    other.open().import_run(tmp_path / "run.arl")
+    assert standing(other) == standing(bench)
+    lines = [line for line in (tmp_path / "run.arl").read_text().splitlines() if '"kind":"erased"' not in line]
+    assert len(lines) < len((tmp_path / "run.arl").read_text().splitlines())
+
+
+def test_a_run_that_was_forgotten_whole_is_still_a_sound_bundle(bench: Bench, tmp_path: Path) -> None:
+    ended(bench.open())
+    bench.open().forget(RUN, everything=True, by="ann", reason="asked to")
+    bench.open().export(RUN, tmp_path / "run.arl")
+    assert verify_bundle(tmp_path / "run.arl").ok
+    assert DOCS.verify(tmp_path / "run.arl")[0] == []
 
 
 # --- two verifiers that share nothing ---------------------------------------------------------------------------------

@@ -134,7 +134,7 @@ def test_a_head_that_a_reader_gives_is_that_of_the_writer_on_a_server(tmp_path: 
     with Bench("postgres", tmp_path) as bench:
         head = some_steps(bench).tree_head(RUN)
         done = subprocess.run(
-            [sys.executable, "-c", _LOOKS, str(bench._dsn)],
+            [sys.executable, "-c", _LOOKS, str(bench.dsn)],
             env=environment(),
             capture_output=True,
             text=True,

@@ -1,8 +1,7 @@
 """Verify a bundle of a run with nothing but Python's standard library: `python verify_bundle.py run.arl [KEY]`.
 
-It exits with 1 where something does not agree, with 2 where the file is no bundle. KEY is a public key, `name+hash+base64`: all heads
-in the file have to be signed by it, and there has to be one. RFC 9162 (trees), c2sp.org/signed-note, RFC 8032 (Ed25519).
-"""
+It exits with 1 where something does not agree, with 2 where the file is no bundle. KEY is a public key, `name+hash+base64`, by which
+all heads have to be signed, one at least. RFC 9162 (trees), c2sp.org/signed-note, RFC 8032 (Ed25519)."""
 
 import hashlib
 import json
@@ -12,8 +11,7 @@ from base64 import b64decode, b64encode
 from functools import reduce
 from urllib.parse import quote
 
-# The lines in their order, those of heads, entries and requests as often as they like. The letters are those of TYPES.
-LINES = {
+LINES = {  # in their order, those of heads, entries and requests as often as they like; the letters are those of TYPES
     "bundle": "bundle:s format:i written_by:s run:s listing:o secret:b? payloads:t",
     "head": "head:s proof:l",
     "seq": "seq:i kind:s position:s? attempt:i? body:b roots:b payload:b? digest:b? fingerprint:b? encoding:s?",
@@ -36,9 +34,8 @@ def unbase64(text):
     return b64decode(text)
 
 
-# Ed25519, RFC 8032 §5.1. Points are (X, Y, Z, T) with x = X/Z, y = Y/Z and xy = T/Z.
 P, L = 2**255 - 19, 2**252 + 27742317777372353535851937790883648493
-D = -121665 * pow(121666, -1, P) % P
+D = -121665 * pow(121666, -1, P) % P  # Ed25519, RFC 8032 §5.1; points are (X, Y, Z, T), x = X/Z, y = Y/Z, xy = T/Z
 
 
 def add(a, b):
@@ -125,12 +122,12 @@ def lines_of(file):
 
 def verify(path, key=None):
     """What does not agree, one sentence each, and size and root of the run's tree. Raises where the file is no bundle."""
-    found, heads, frontier, roots, keys, size, asked, honoured, token = [], [], [], {}, {}, 0, 0, 0, 0
+    found, heads, frontier, roots, keys, gone, is_lost = [], [], [], {}, {}, set(), False
+    size = asked = honoured = token = 0
 
     def expect(what, stored, computed):
-        for name, value in computed.items():
-            if stored.get(name) != value:
-                found.append(f"{what}: {name} is {stored.get(name)!r:.99}, it should be {value!r:.99}")
+        odd = [(name, stored.get(name), value) for name, value in computed.items() if stored.get(name) != value]
+        found.extend(f"{what}: {name} is {is_!r:.99}, it should be {value!r:.99}" for name, is_, value in odd)
 
     with open(path, "rb") as file:
         for what, line, digest in lines_of(file):
@@ -140,7 +137,6 @@ def verify(path, key=None):
                 expect("the file", line, {"bundle": "agent-run-ledger", "format": 1})
             elif what == "head":
                 heads.append((NOTE.fullmatch(line["head"]), [unbase64(each) for each in line["proof"]]))
-                roots[int(heads[-1][0][2])] = None
             elif what == "request":
                 asked += 1
                 withheld = {line["payload"] is None, line["who"] is None}
@@ -158,12 +154,15 @@ def verify(path, key=None):
                     closed += node
                 frontier.append(node)
                 root = reduce(lambda right, left: sha256(b"\1", left, right), reversed(frontier))
-                roots |= {size: root} if size in roots else {}
+                roots[size] = root
                 body = json.loads(line["body"])
                 first = listing if size > 1 else {"priority": 0} | body | {"created_at": body["at"]}
                 expect("the listing", listing, {name: first.get(name) for name in listing})
                 payload = line["payload"] if has_payloads and "payload" in body else None
                 plain = None if payload is None else sha256(payload)
+                gone |= {size} if has_payloads and "payload" in body and payload is None else set()
+                gone = {each for each in gone if not any(a <= each <= b for a, b in body.get("entries", []))}
+                is_lost |= body.get("secret") is True
                 is_call, tool, position = body["kind"] == "intent", str(body.get("tool")), body.get("position")
                 ours = {"seq": size, "kind": body["kind"], "position": position, "attempt": body.get("attempt")}
                 ours |= {"roots": closed, "payload": payload, "digest": plain, "encoding": None, "fingerprint": None}
@@ -181,12 +180,13 @@ def verify(path, key=None):
                 expect(f"the body of entry {size}", body, theirs)
                 token, honoured = max(token, body["token"]), max(honoured, body.get("request", 0))
                 keys |= {position: body.get("key")} if is_call else {}
-    found += ["there is no head that anybody could have signed"] if key and not heads else []
+    whole = {"a signed head": bool(heads or not key), "payloads gone without a word": gone, "no secret": secret == b""}
+    expect("the file", whole, dict(zip(whole, (True, set(), is_lost and secret is not None), strict=True)))
     for note, proof in heads:
         of, given = int(note[2]), unbase64(note[3])
         head = {"origin": note[1], "root": given, "signed": signed(note[0], key)}
         head |= {"proof": proved(of, size, given, proof) if 0 < of <= size else None, "left of it": proof}
-        right = {"origin": "agent-run-ledger/run/" + quote(run, safe=""), "root": roots[of], "signed": {True}}
+        right = {"origin": "agent-run-ledger/run/" + quote(run, safe=""), "root": roots.get(of), "signed": {True}}
         expect(f"the head of {of}", head, right | {"proof": (given, root), "left of it": []})
     return found, size, root
 
@@ -196,5 +196,5 @@ if __name__ == "__main__":
         found, size, root = verify(*sys.argv[1:])
     except Exception as error:  # whatever a file of somebody else leads to
         sys.exit(sys.stderr.write(f"this is no whole bundle: {error!r}\n") and 2)
-    print(*found, f"{len(found)} findings in {size} entries with the root {b64encode(root).decode()}", sep="\n")
-    sys.exit(1 if found else 0)
+    last = f"{len(found)} findings in {size} entries with the root {b64encode(root).decode()}"
+    sys.exit(print(*found, last, sep="\n") or len(found) > 0)

@@ -12,6 +12,7 @@ from agent_run_ledger.contract import Head, Row, Store
 from agent_run_ledger.drivers import reading
 from agent_run_ledger.drivers.leases import HeldRun
 from agent_run_ledger.engine import audit, waits
+from agent_run_ledger.engine.erasing import says_erased
 from agent_run_ledger.engine.history import parse
 from agent_run_ledger.errors import CopyRefused, RunMoved, RunOwned, StoreError, StoreUnavailable
 from agent_run_ledger.model import CopiedRun, RunState
@@ -188,7 +189,7 @@ class Copying:
                 return number - 1
             if ours is None and not member.is_ended and not comes_back:
                 continue  # it went on there
-            if _says_erased(ours) and _says_erased(theirs):
+            if says_erased(ours) and says_erased(theirs):
                 continue  # it has ended, and each side may forget what it likes
             # A payload may have been erased on one side: the body names it.
             if ours is None or theirs is None or ours[:6] != theirs[:6]:
@@ -298,8 +299,3 @@ class Copying:
 
     def _refusal(self, run_id: str, why: str) -> CopyRefused:
         return CopyRefused(run_id, self._target.place, why)
-
-
-def _says_erased(row: Row | None) -> bool:
-    """Whether there is nothing behind the end of a run but what says that something was erased."""
-    return row is None or row.kind == "erased"

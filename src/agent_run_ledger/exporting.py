@@ -16,6 +16,7 @@ from agent_run_ledger.checkpoints import Note, TreeHead, notes, signed
 from agent_run_ledger.contract import Head, Request, Row, Store
 from agent_run_ledger.drivers import reading
 from agent_run_ledger.engine.audit import Audit
+from agent_run_ledger.engine.erasing import says_erased
 from agent_run_ledger.errors import BadBundle, BadNote, CopyRefused, RunNotFound
 from agent_run_ledger.heads import Against, Comparison, kept
 from agent_run_ledger.model import CopiedRun, Finding, VerificationReport
@@ -338,6 +339,8 @@ def _compare(
     for number, (ours, theirs) in enumerate(zip_longest(rows, there), 1):
         if theirs is None and comes_back:
             return number - 1
+        if says_erased(ours) and says_erased(theirs):
+            continue  # it has ended, and each side may forget what it likes
         # A payload may have been erased on one side: the body names it.
         if ours is None or theirs is None or ours[:6] != theirs[:6]:
             raise refusal(f"another run of this id stands there; they differ at entry {number}.")

@@ -112,3 +112,8 @@ def ended_at(last: Row) -> int | None:
     Raises as `parse` does where the entry is damaged.
     """
     return int(parse(last.body)["ended"]) if last.kind == "erased" else None
+
+
+def says_erased(row: Row | None) -> bool:
+    """Whether there is nothing behind the end of a run but what says that something was erased."""
+    return row is None or row.kind == "erased"
