@@ -402,9 +402,9 @@ def test_verify_shows_each_finding_and_returns_1(shell: Shell, db: Path) -> None
     assert status == 1
     assert any(line.split()[:3] == ["october", "3", "payload"] for line in out.splitlines())
     found = json.loads(shell("--db", db, "verify", "--json")[1])
-    assert list(found) == ["ok", "findings", "entries", "runs", "heads"]
+    assert list(found) == ["findings", "ok", "entries", "runs", "heads"]
     assert found["ok"] is False
-    assert {"run_id", "seq", "code", "message"} == set(found["findings"][0])
+    assert {"run_id", "seq", "code", "message", "expected", "found"} == set(found["findings"][0])
     assert shell("--db", db, "verify", "november")[0] == 0
 
 

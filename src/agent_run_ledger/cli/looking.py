@@ -12,7 +12,19 @@ import agent_run_ledger
 from agent_run_ledger.cli.fleet import stuck
 from agent_run_ledger.cli.proving import heads_given, key_given, signing
 from agent_run_ledger.cli.shell import OK, PROBLEM, UsageError, command_for, data_of, opened_to_look, path_of, run_data
-from agent_run_ledger.cli.terminal import Progress, as_json, counted, cut, labelled, plain, table, took, when, width
+from agent_run_ledger.cli.terminal import (
+    Progress,
+    as_json,
+    as_json_line,
+    counted,
+    cut,
+    labelled,
+    plain,
+    table,
+    took,
+    when,
+    width,
+)
 from agent_run_ledger.cli.waiting import Wait, data_of_waits, queued, told, waits_of
 
 if TYPE_CHECKING:
@@ -183,30 +195,53 @@ def verify(given: argparse.Namespace) -> int:
     if given.key is not None and given.against is None:
         raise UsageError("--key says who has signed the heads of --against: give both")
     progress = Progress(sys.stderr)
+    shown = _JsonReport()
+
+    def found(finding: agent_run_ledger.Finding) -> None:
+        progress.clear()
+        if given.json:
+            shown.add(finding)
+        else:
+            at = "-" if finding.seq is None else finding.seq
+            where = f"{cut(finding.run_id or '-', 60)}  {cut(at, 20)}  {finding.code}"
+            print(f"{where}  {cut(finding.message, 2000)}", flush=True)
+
     with signing(), opened_to_look(given) as ledger:
         against = heads_given(given.against) if given.against is not None else None
         try:
-            report = ledger.verify(given.run_id, against, key=key_given(given.key), told=progress.checked)
+            report = ledger.verify(given.run_id, against, key=key_given(given.key), told=progress.checked, found=found)
         finally:
             progress.clear()
+    status = OK if report.ok else PROBLEM
     if given.json:
-        print(as_json(asdict(report)))
-        return OK if report.ok else PROBLEM
+        shown.end(report)
+        return status
+    if report.findings:
+        print()
     print(
         f"{counted(report.entries, 'entry', 'entries')} of {counted(report.runs, 'run', 'runs')}: "
         f"{counted(len(report.findings), 'finding', 'findings')}"
         + (f", held to {counted(report.heads, 'kept head', 'kept heads')}" if given.against is not None else "")
     )
-    if report.findings:
-        print()
-        rows = (
-            (each.run_id, "" if each.seq is None else str(each.seq), each.code, each.message)
-            for each in report.findings
-        )
-        print(table(("RUN", "ENTRY", "CODE", "MESSAGE"), rows, stretch=3))
     print()
     print(_PROVED if given.against is None else _PROVED_AGAINST if given.key is not None else _PROVED_UNSIGNED)
-    return OK if report.ok else PROBLEM
+    return status
+
+
+class _JsonReport:
+    """One JSON object that is written as it becomes known: first the findings, a line each."""
+
+    def __init__(self) -> None:
+        self._before = '{"findings": [\n  '
+
+    def add(self, finding: agent_run_ledger.Finding) -> None:
+        print(f"{self._before}{as_json_line(asdict(finding))}", end="", flush=True)
+        self._before = ",\n  "
+
+    def end(self, report: agent_run_ledger.VerificationReport) -> None:
+        begun = "\n], " if report.findings else '{"findings": [], '
+        facts = {"ok": report.ok, "entries": report.entries, "runs": report.runs, "heads": report.heads}
+        print(begun + as_json_line(facts)[1:])
 
 
 # --- doctor -----------------------------------------------------------------------------------------------------------

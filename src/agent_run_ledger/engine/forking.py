@@ -29,6 +29,7 @@ _MADE_ANEW = (
     "payload",
     "signal",
     "request",
+    "limits",
 )
 
 

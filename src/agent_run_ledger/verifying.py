@@ -1,0 +1,86 @@
+"""A ledger is verified: every run is audited, accounts are held to the runs that draw on them, and all to the heads that were kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from itertools import chain
+
+from agent_run_ledger import heads
+from agent_run_ledger.contract import Row, Store
+from agent_run_ledger.drivers import reading
+from agent_run_ledger.engine.audit import Audit
+from agent_run_ledger.engine.audit_budgets import Settlements
+from agent_run_ledger.errors import RunNotFound, StoreCorrupt
+from agent_run_ledger.model import Finding, VerificationReport
+from agent_run_ledger.rules.names import check_name, is_account
+
+
+def verify(
+    store: Store,
+    run_id: str | None,
+    against: heads.Against | None,
+    *,
+    key: str | None,
+    told: Callable[[int], None] | None,
+    found: Callable[[Finding], None] | None,
+) -> VerificationReport:
+    """As `Ledger.verify`. One page of entries is in memory at a time, and the findings."""
+    findings: list[Finding] = []
+
+    def report(finding: Finding) -> None:
+        findings.append(finding)
+        if found is not None:
+            found(finding)
+
+    expected = heads.kept(against, key)
+    if run_id is not None:
+        ids: Iterator[str] = iter((check_name("run_id", run_id),))
+        if expected and run_id not in expected:
+            raise ValueError(f"among the heads to verify against is none of run {run_id!r}")
+        expected = {run_id: expected[run_id]} if expected else {}
+    else:
+        ids = (summary.head.run_id for summary in store.summaries())
+        for message in store.check():
+            report(Finding("", None, "storage", message))
+    compared = sum(map(len, expected.values()))
+    settlements = Settlements()
+    entries = number = 0
+    for each in ids:
+        try:
+            comparison = heads.Comparison(expected.pop(each, ()))
+            auditor = Audit(each, store.secret(each), report)
+            for page in reading.pages(store, each):
+                for row in page:
+                    auditor.take(reading.whole(store, each, row))
+                    comparison.take(auditor.leaves, auditor.frontier)
+                if told is not None:
+                    told(entries + auditor.leaves)
+            head = store.head(each)  # after the entries, than which it may not be older
+        except StoreCorrupt as error:
+            report(Finding(each, None, "storage", str(error)))
+            continue
+        if auditor.leaves or head is not None:
+            auditor.end(head, store.inbox(each, 0))
+            number += 1
+        elif not compared:
+            raise RunNotFound(each)
+        for finding in comparison.end(auditor.leaves):
+            report(finding)
+        entries += auditor.leaves
+        if is_account(each):
+            settlements.note(each, auditor.budgets)
+    _settle(store, settlements, report)
+    for missing in expected.values():
+        for finding in heads.Comparison(missing).end(0):
+            report(finding)
+    return VerificationReport(not findings, findings, entries, number, compared)
+
+
+def _settle(store: Store, settlements: Settlements, report: Callable[[Finding], None]) -> None:
+    """Hold what accounts say to the logs of the runs that are here. What is wrong with these themselves was found by then."""
+    for run_id in settlements.runs:
+        if store.head(run_id) is not None:
+            with suppress(StoreCorrupt):
+                rows: Iterator[list[Row]] = reading.pages(store, run_id, payloads_up_to=0)
+                settlements.hold(run_id, chain.from_iterable(rows), report)
