@@ -9,10 +9,11 @@ from itertools import chain
 from agent_run_ledger import heads
 from agent_run_ledger.contract import Row, Store
 from agent_run_ledger.drivers import reading
-from agent_run_ledger.engine.audit import Audit
+from agent_run_ledger.engine.audit import Audit, Origin
 from agent_run_ledger.engine.audit_budgets import Settlements
-from agent_run_ledger.errors import RunNotFound, StoreCorrupt
+from agent_run_ledger.errors import LedgerError, RunNotFound, StoreCorrupt
 from agent_run_ledger.model import Finding, VerificationReport
+from agent_run_ledger.proving import tree_head
 from agent_run_ledger.rules.names import check_name, is_account
 
 
@@ -45,6 +46,7 @@ def verify(
             report(Finding("", None, "storage", message))
     compared = sum(map(len, expected.values()))
     settlements = Settlements()
+    origins: list[tuple[str, Origin]] = []
     entries = number = 0
     for each in ids:
         try:
@@ -70,11 +72,33 @@ def verify(
         entries += auditor.leaves
         if is_account(each):
             settlements.note(each, auditor.budgets)
+        if auditor.origin is not None:
+            origins.append((each, auditor.origin))
     _settle(store, settlements, report)
+    for each, origin in origins:
+        _compare(store, each, origin, report)
     for missing in expected.values():
         for finding in heads.Comparison(missing).end(0):
             report(finding)
     return VerificationReport(not findings, findings, entries, number, compared)
+
+
+def _compare(store: Store, run_id: str, origin: Origin, report: Callable[[Finding], None]) -> None:
+    """Hold what a run says of the one that it was made from to that one, if it is here: it may have been deleted, or stand elsewhere."""
+    if store.head(origin.run_id) is None:
+        return
+    said, which = (
+        f"{origin.size} entries with the root {origin.root}",
+        f"run {origin.run_id!r}, from which it was made,",
+    )
+    try:
+        root = tree_head(store, origin.run_id, origin.size).root.hex()
+    except (ValueError, LedgerError) as error:
+        report(Finding(run_id, origin.seq, "origin", f"{which} had {said}: {error}", origin.root))
+        return
+    if root != origin.root:
+        message = f"{which} had {said}, and has {root} now"
+        report(Finding(run_id, origin.seq, "origin", message, origin.root, root))
 
 
 def _settle(store: Store, settlements: Settlements, report: Callable[[Finding], None]) -> None:

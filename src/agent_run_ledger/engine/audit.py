@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from hashlib import sha256
-from typing import Any
+from typing import Any, NamedTuple
 
 from agent_run_ledger import merkle
 from agent_run_ledger.contract import Head, Listing, Request, Row
@@ -67,6 +67,15 @@ def audit(
     return findings
 
 
+class Origin(NamedTuple):
+    """What a run says of the one that it was made from, in the entry behind what was carried over."""
+
+    seq: int
+    run_id: str
+    size: int
+    root: str
+
+
 class Audit:
     """One run's entries, one after the other: sequence, leaves, roots, columns, digests, keys, lifecycle, fencing, budgets, and at the end
     its head as it is *then*.
@@ -93,6 +102,8 @@ class Audit:
         self.seen: set[tuple[str | None, int | None, str]] = set()
         self.is_carrying = False
         """Whether the run was made from another one, and what stands here was carried over."""
+        self.origin: Origin | None = None
+        """What it was made from."""
         self.listing: Listing | None = None
         """What the run is to be found by, as its first entry says."""
         self.history = History(run_id, secret)
@@ -161,6 +172,8 @@ class Audit:
             self.found(
                 seq, "lifecycle", f"{kind!r} is entry {self.leaves} of the run; the first one is created, and no other"
             )
+        if kind == "forked":
+            self.origins(row, body)
         self.columns(row, body)
         self.payload(row, body)
         self.moves(row, body)
@@ -185,6 +198,13 @@ class Audit:
         amount, says = self.history.account.spent, body.get("spent", _NONE)
         if (amount is not NOTHING or says is not _NONE) and says != (spent := amount.written()):
             self.found(seq, "count", f"the entries say that {spent} is spent, the body says {says}", spent, says)
+
+    def origins(self, row: Row, body: dict[str, Any]) -> None:
+        run_id, size, root = body.get("from"), body.get("size"), body.get("root")
+        if isinstance(run_id, str) and type(size) is int and isinstance(root, str):
+            self.origin = Origin(row.seq, run_id, size, root)
+        else:
+            self.found(row.seq, "origin", f"the run was made from {run_id!r}, {size!r} entries with the root {root!r}")
 
     def columns(self, row: Row, body: dict[str, Any]) -> None:
         get = body.get
