@@ -30,6 +30,7 @@ _MADE_ANEW = (
     "signal",
     "request",
     "limits",
+    "spent",
 )
 
 
