@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from hashlib import sha256
+from itertools import pairwise
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
@@ -19,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
 from agent_run_ledger import AgentRunLedger, Effect, merkle
 from agent_run_ledger.contract import Listing, Row
 from agent_run_ledger.rules import digests
+from agent_run_ledger.stores.clock import SystemClock
 from agent_run_ledger.stores.sqlite import SqliteStore
 
 RUNS, STEPS, TIMES = 5, 2_000, 5
@@ -28,11 +30,11 @@ OUTPUT = {"matched": False, "rows": [17, 18, 19], "text": "none of these"}
 
 
 def filled(path: Path) -> None:
-    with AgentRunLedger(path, durability="process", max_steps=STEPS, loop_threshold=STEPS) as ledger:
+    with AgentRunLedger(path, durability="process", max_steps=STEPS) as ledger:
         for number in range(RUNS):
             with ledger.open_run("benchmark", f"run-{number}") as run:
                 for step in range(STEPS):
-                    run.step("look", ARGUMENTS | {"n": step}, lambda **_: OUTPUT, effect=Effect.READ)
+                    run.step("look", ARGUMENTS | {"n": step}, lambda n, **_: OUTPUT | {"n": n}, effect=Effect.READ)
 
 
 def fastest(function: Callable[[], object]) -> float:
@@ -90,11 +92,11 @@ def proofs(path: Path) -> list[float]:
 
 def share_of_hashing(path: Path) -> tuple[float, float]:
     """Microseconds of a step in `process`, and how many of them its hashes take: all that stands in its two entries, made again."""
-    with AgentRunLedger(path, durability="process", max_steps=STEPS, loop_threshold=STEPS) as ledger:
+    with AgentRunLedger(path, durability="process", max_steps=STEPS) as ledger:
         with ledger.open_run("benchmark", "steps") as run:
             begun = time.process_time()
             for step in range(STEPS):
-                run.step("look", ARGUMENTS | {"n": step}, lambda **_: OUTPUT, effect=Effect.READ)
+                run.step("look", ARGUMENTS | {"n": step}, lambda n, **_: OUTPUT | {"n": n}, effect=Effect.READ)
             step_seconds = (time.process_time() - begun) / STEPS
         store = ledger._store
         rows, secret = store.read("steps"), store.secret("steps")
@@ -131,7 +133,7 @@ def main() -> None:
         print(f"hashes alone: {count / hashes:,.0f} a second ({hashes / least:.2f} times as long)")
         step, hashing = share_of_hashing(Path(folder) / "steps.db")
         print(f"a step in process: {step:.0f} µs of CPU, of which hashing {hashing:.1f} µs, {hashing / step:.1%}")
-        store = SqliteStore(Path(folder) / "long.db", durability="process")
+        store = SqliteStore(Path(folder) / "long.db", durability="process", clock=SystemClock())
         long_log(store)
         store.close()
         taken = proofs(Path(folder) / "long.db")
@@ -142,7 +144,7 @@ def main() -> None:
 
 def by_run(rows: list[Row]) -> list[list[Row]]:
     starts = [index for index, row in enumerate(rows) if row.seq == 1] + [len(rows)]
-    return [rows[begin:end] for begin, end in zip(starts, starts[1:], strict=False)]
+    return [rows[begin:end] for begin, end in pairwise(starts)]
 
 
 if __name__ == "__main__":
