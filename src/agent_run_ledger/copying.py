@@ -15,7 +15,7 @@ from agent_run_ledger.engine import audit, waits
 from agent_run_ledger.engine.erasing import says_erased
 from agent_run_ledger.engine.history import parse
 from agent_run_ledger.errors import CopyRefused, RunMoved, RunOwned, StoreError, StoreUnavailable
-from agent_run_ledger.model import CopiedRun, RunState
+from agent_run_ledger.model import CopiedRun, Finding, RunState
 from agent_run_ledger.rules.names import child_of
 
 if TYPE_CHECKING:
@@ -199,11 +199,12 @@ class Copying:
     def _audit(self, member: _Member) -> None:
         """Read the whole run once: what is damaged is not carried on."""
         run_id = member.run_id
-        auditor = audit.Audit(run_id, self._source.secret(run_id))
+        findings: list[Finding] = []
+        auditor = audit.Audit(run_id, self._source.secret(run_id), findings.append)
         for row in self._whole(run_id, 0):
             auditor.take(row)
             self._say("checked", run_id, auditor.leaves)
-        findings = auditor.end(self._source.head(run_id), self._source.inbox(run_id, 0))
+        auditor.end(self._source.head(run_id), self._source.inbox(run_id, 0))
         if findings:
             raise self._refusal(run_id, f"it is damaged: {findings[0].message}. `verify` says more.")
         member.size = auditor.leaves

@@ -64,15 +64,14 @@ def export(
     secret = store.secret(run_id)
     opening = Opening(run_id, summary.head.listing, secret if has_secret else None, has_payloads)
     rows = (reading.whole(store, run_id, row) for page in reading.pages(store, run_id) for row in page)
-    auditor, comparison = Audit(run_id, secret), Comparison(given.values())
+    comparison = Comparison(given.values())
 
-    def refuse_damage() -> None:
-        if auditor.findings:
-            raise CopyRefused(run_id, place, f"it is damaged: {auditor.findings[0].message}. `verify` says more.")
+    def refuse_damage(finding: Finding) -> None:
+        raise CopyRefused(run_id, place, f"it is damaged: {finding.message}. `verify` says more.")
 
     with _written(place) as file:
         lines = _Lines(file, run_id, place)
-        refuse_damage()
+        auditor = Audit(run_id, secret, refuse_damage)
         lines.write("the listing", bundles.opening_line, opening)
         for note, each in sorted(given.items(), key=lambda item: item[1].size):
             if each.size <= head.size:  # else it is a finding below
@@ -82,14 +81,12 @@ def export(
             if auditor.leaves == head.size:
                 break  # what was appended since the head was taken
             auditor.take(row)
-            refuse_damage()
             comparison.take(auditor.leaves, auditor.frontier)
             lines.write(f"entry {row.seq}", bundles.entry_line, row, has_payloads=has_payloads)
             _say(told, auditor.leaves)
         stands = store.head(run_id)  # behind the entries, than which it may not be older
         requests = [] if stands is None else [each for each in store.inbox(run_id, 0) if each.id <= stands.inbox]
         auditor.end(stands, requests)
-        refuse_damage()
         assert stands is not None
         for finding in comparison.end(auditor.leaves):
             raise CopyRefused(run_id, place, f"{finding.message}.")
@@ -163,13 +160,18 @@ def _written(path: str) -> Iterator[BinaryIO]:
 
 
 def verify_bundle(
-    path: str | os.PathLike[str], against: Against | None = None, *, key: str | None = None, told: Told = None
+    path: str | os.PathLike[str],
+    against: Against | None = None,
+    *,
+    key: str | None = None,
+    told: Told = None,
+    found: Callable[[Finding], None] | None = None,
 ) -> VerificationReport:
     """Recompute a run from a bundle alone, as `Ledger.verify` does from a ledger, and report each disagreement.
 
     A bundle proves only that it agrees with itself: who can write it can write all of it anew. `against` is heads that were kept
     elsewhere, as for `Ledger.verify`. With `key`, a public key, each of them has to be signed by it, and so has each head in the bundle,
-    of which there has to be one where none is given. `told` hears how many entries are done.
+    of which there has to be one where none is given. `told` hears how many entries are done, and `found` of each finding in the end.
 
     Raises `BadBundle` where the file is no bundle, is cut off, or is of a newer format; `BadNote` where what is held against it is no
     head, or not signed so; and `ValueError` where that is of other runs only.
@@ -184,6 +186,9 @@ def verify_bundle(
             raise ValueError(f"among the heads to verify against is none of run {read.run_id!r}")
         read.go_on(expected.get(read.run_id, []))
     findings = read.findings(key, is_signed=key is not None and against is None)
+    if found is not None:
+        for finding in findings:
+            found(finding)
     auditor, comparison = read.auditor, read.comparison
     compared, covered, unchecked = len(comparison.heads), comparison.covered, auditor.unchecked
     return VerificationReport(not findings, findings, auditor.leaves, 1, compared, covered, unchecked)
@@ -197,7 +202,8 @@ class _Reading:
         opening = next(self._parts)
         assert isinstance(opening, Opening)
         self.opening, self.run_id = opening, opening.run_id
-        self.auditor = Audit(self.run_id, opening.secret, has_payloads=opening.has_payloads)
+        self._found: list[Finding] = []
+        self.auditor = Audit(self.run_id, opening.secret, self._found.append, has_payloads=opening.has_payloads)
         self.comparison = Comparison(())
         self.requests: list[Request] = []
         self._kept: list[KeptHead] = []
@@ -230,12 +236,12 @@ class _Reading:
     def findings(self, key: str | None = None, *, is_signed: bool = False) -> list[Finding]:
         """Everything that does not agree. With `key` all heads in the bundle are signed by it; with `is_signed` there is one at least."""
         run_id, end, auditor = self.run_id, self.end, self.auditor
-        found = []
+        found = self._found
         if self.digest.said != self.digest.found:
             message = f"the file says that its lines have the SHA-256 {self.digest.said.hex()}, they have {self.digest.found.hex()}"
             found.append(Finding(run_id, None, "file", message))
         stands = Head(run_id, None, end.token, end.inbox, None, self.opening.listing)
-        found += auditor.end(stands, self.requests)
+        auditor.end(stands, self.requests)
         root = merkle.frontier_root(auditor.frontier)
         if (end.size, end.root) != (auditor.leaves, root):
             said = f"the file says that its {end.size} entries have the root {end.root.hex()}"

@@ -7,7 +7,7 @@ import os
 import socket
 import threading
 import weakref
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 from types import TracebackType
@@ -20,7 +20,7 @@ from agent_run_ledger.contract import Clock, Row, Store, Summary
 from agent_run_ledger.drivers import reading
 from agent_run_ledger.drivers.leases import POLL_SECONDS, HeldRun, Leases
 from agent_run_ledger.drivers.sync import SyncDriver
-from agent_run_ledger.engine import audit, damage, erasing, records, requests, runs, sharing
+from agent_run_ledger.engine import damage, erasing, records, requests, runs, sharing
 from agent_run_ledger.engine.call import StepOptions, declared
 from agent_run_ledger.engine.log import Draft
 from agent_run_ledger.errors import (
@@ -90,9 +90,6 @@ class _Unsaid(int):
 _LOOP_THRESHOLD = _Unsaid(LoopDetectorPolicy().max_repetitions)
 
 PAYLOAD_LIMIT = 16 * 1024 * 1024
-
-_TOLD_EVERY = 500
-"""After so many entries whoever waits for a verification hears how far it is."""
 
 OUTAGE_SECONDS = 60.0
 """How long a store that cannot be reached is waited for, where nobody says."""
@@ -344,8 +341,10 @@ class Ledger(Operator):
         *,
         key: str | None = None,
         told: Callable[[int], None] | None = None,
+        found: Callable[[Finding], None] | None = None,
     ) -> VerificationReport:
-        """Recompute every entry, of one run or of all, and report each disagreement. `told` hears how many entries are done.
+        """Recompute every entry, of one run or of all, and report each disagreement. `told` hears how many entries are done, and `found`
+        each finding as soon as it is made.
 
         A database without a tree head kept elsewhere proves only that it agrees with itself: who can write the file can rebuild it.
         `against` is such heads, `TreeHead`s or the texts of notes: entries that were cut off or put back to an older state since are
@@ -353,48 +352,9 @@ class Ledger(Operator):
 
         Raises `RunNotFound`, and `BadNote` where what is held against it is no head, or not signed so.
         """
-        from agent_run_ledger import heads  # only who verifies needs it
+        from agent_run_ledger import verifying  # only who verifies needs it
 
-        expected = heads.kept(against, key)
-        findings: list[Finding] = []
-        entries = number = covered = unchecked = 0
-        if run_id is None:
-            findings += [Finding("", None, "storage", message) for message in self._store.check()]
-            ids: Iterator[str] = (summary.head.run_id for summary in self._store.summaries())
-        else:
-            ids = iter((check_name("run_id", run_id),))
-            if expected and run_id not in expected:
-                raise ValueError(f"among the heads to verify against is none of run {run_id!r}")
-            expected = {run_id: expected[run_id]} if expected else {}
-        compared = sum(map(len, expected.values()))
-        for each in ids:
-            comparison = heads.Comparison(expected.pop(each, ()))
-            try:
-                secret, rows = reading.as_far_as_it_opens(self._store, each)
-                auditor = audit.Audit(each, secret)
-                for row in rows:
-                    auditor.take(row)
-                    comparison.take(auditor.leaves, auditor.frontier)
-                    if told is not None and auditor.leaves % _TOLD_EVERY == 0:
-                        told(entries + auditor.leaves)
-                head = self._store.head(each)  # after the entries, than which it may not be older
-            except StoreCorrupt as error:
-                findings.append(Finding(each, None, "storage", str(error)))
-                continue
-            if auditor.leaves or head is not None:
-                findings += auditor.end(head, reading.behind(self._store).inbox(each, 0))
-                number += 1
-                unchecked += auditor.unchecked
-            elif not compared:
-                if run_id is None:
-                    continue  # deleted since it was listed
-                raise reading.absent(self._store, each)
-            findings += comparison.end(auditor.leaves, self._store.tombstone(each) if compared else None)
-            covered += comparison.covered
-            entries += auditor.leaves
-        for gone, missing in expected.items():
-            findings += heads.Comparison(missing).end(0, self._store.tombstone(gone))
-        return VerificationReport(not findings, findings, entries, number, compared, covered, unchecked)
+        return verifying.verify(self._store, run_id, against, key=key, told=told, found=found)
 
     def tree_head(self, run_id: str, size: int | None = None) -> TreeHead:
         """The size and root of the run's tree as it is now, or as it was when it had `size` entries. They are on stable storage by then.

@@ -689,12 +689,17 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that ``verify`` found wrong. ``seq`` is None where it concerns the run and not one entry."""
+    """One thing that ``verify`` found wrong. ``seq`` is None where it concerns the run and not one entry.
+
+    Where two things should agree, ``expected`` is what the rest of the ledger says and ``found`` what stands there, as text, hashes in hex.
+    """
 
     run_id: str
     seq: int | None
     code: str
     message: str
+    expected: str | None = None
+    found: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

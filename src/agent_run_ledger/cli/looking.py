@@ -24,7 +24,19 @@ from agent_run_ledger.cli.shell import (
     path_of,
     run_data,
 )
-from agent_run_ledger.cli.terminal import Progress, as_json, counted, cut, labelled, plain, table, took, when, width
+from agent_run_ledger.cli.terminal import (
+    Progress,
+    as_json,
+    as_json_line,
+    counted,
+    cut,
+    labelled,
+    plain,
+    table,
+    took,
+    when,
+    width,
+)
 from agent_run_ledger.cli.waiting import Wait, data_of_waits, queued, told, waits_of
 
 if TYPE_CHECKING:
@@ -42,9 +54,8 @@ Entries behind the last head of a run, and runs without one, are proved by the l
 _PROVED_UNSIGNED = """\
 This proves that the ledger agrees with itself and with these heads. Who signed them was not looked at (--key does that):
 they prove as much as the place where they were kept. Entries behind the last head of a run are proved by the ledger alone."""
-_UNCHECKED = (
-    "{} could not be held to the log: they, or the run's secret, were left out of this file when it was exported."
-)
+_WITHHELD = "they, or the run's secret, were left out of this file when it was exported."
+_ENCRYPTED = "they are encrypted under keys that are not here (--keys)."
 
 _WIDE = 130
 """From this many columns on a step's arguments are shown, too."""
@@ -202,39 +213,59 @@ def verify(given: argparse.Namespace) -> int:
     if given.key is not None and given.against is None and not is_file:
         raise UsageError("--key says who has signed the heads of --against: give both")
     progress = Progress(sys.stderr)
+    shown = _JsonReport()
+
+    def found(finding: agent_run_ledger.Finding) -> None:
+        progress.clear()
+        if given.json:
+            shown.add(finding)
+        else:
+            at = "-" if finding.seq is None else finding.seq
+            where = f"{cut(finding.run_id or '-', 60)}  {cut(at, 20)}  {finding.code}"
+            print(f"{where}  {cut(finding.message, 2000)}", flush=True)
+
     with signing(), nullcontext() if is_file else opened_to_look(given) as ledger:
         against = heads_given(given.against) if given.against is not None else None
         look = agent_run_ledger.verify_bundle if ledger is None else ledger.verify
         try:
-            report = look(given.run_id, against, key=key_given(given.key), told=progress.checked)
+            report = look(given.run_id, against, key=key_given(given.key), told=progress.checked, found=found)
         finally:
             progress.clear()
+    status = OK if report.ok else PROBLEM
     if given.json:
-        print(as_json(asdict(report)))
-        return OK if report.ok else PROBLEM
+        shown.end(report)
+        return status
+    if report.findings:
+        print()
     print(
         f"{counted(report.entries, 'entry', 'entries')} of {counted(report.runs, 'run', 'runs')}: "
         f"{counted(len(report.findings), 'finding', 'findings')}"
         + (f", held to {counted(report.heads, 'kept head', 'kept heads')}" if report.heads else "")
         + (f" over {counted(report.covered, 'entry', 'entries')}" if report.heads and is_file else "")
     )
-    if report.unchecked:
-        print(
-            f"{counted(report.unchecked, 'payload', 'payloads')} could not be checked: encrypted under keys that are not here (--keys)"
-        )
-    if report.findings:
-        print()
-        rows = (
-            (each.run_id, "" if each.seq is None else str(each.seq), each.code, each.message)
-            for each in report.findings
-        )
-        print(table(("RUN", "ENTRY", "CODE", "MESSAGE"), rows, stretch=3))
     print()
     proved = _FILE_PROVED if is_file else _PROVED
     print(_PROVED_AGAINST if given.key is not None else _PROVED_UNSIGNED if given.against is not None else proved)
     if report.unchecked:
-        print(_UNCHECKED.format(counted(report.unchecked, "payload", "payloads")))
-    return OK if report.ok else PROBLEM
+        why = _WITHHELD if is_file else _ENCRYPTED
+        print(f"{counted(report.unchecked, 'payload', 'payloads')} could not be held to the log: {why}")
+    return status
+
+
+class _JsonReport:
+    """One JSON object that is written as it becomes known: first the findings, a line each."""
+
+    def __init__(self) -> None:
+        self._before = '{"findings": [\n  '
+
+    def add(self, finding: agent_run_ledger.Finding) -> None:
+        print(f"{self._before}{as_json_line(asdict(finding))}", end="", flush=True)
+        self._before = ",\n  "
+
+    def end(self, report: agent_run_ledger.VerificationReport) -> None:
+        begun = "\n], " if report.findings else '{"findings": [], '
+        facts = {name: getattr(report, name) for name in ("ok", "entries", "runs", "heads", "covered", "unchecked")}
+        print(begun + as_json_line(facts)[1:])
 
 
 # --- doctor -----------------------------------------------------------------------------------------------------------

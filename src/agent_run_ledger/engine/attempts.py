@@ -90,7 +90,7 @@ def _returned_late(call: Call, draft: Draft, run: LiveRun, moment: Moment) -> Pl
         return Plan()
     if step.outcome is None:
         return Plan([draft])
-    intent = next_attempt(call, step)
+    intent = next_attempt(run, call, step)
     intent.fields["late"] = True
     return Plan([intent, draft._replace(attempt=intent.attempt)])
 
