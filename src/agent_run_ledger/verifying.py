@@ -77,6 +77,8 @@ def verify(
             report(finding)
         covered += comparison.covered
         entries += auditor.leaves
+        if told is not None:
+            told(entries)
         if is_account(each):
             settlements.note(each, auditor.budgets)
         if auditor.origin is not None:

@@ -87,7 +87,7 @@ class Tables:
         self._is_server = bench.kind == "postgres"
         self._connection: Any
         if self._is_server:
-            self._connection = psycopg.connect(bench._dsn)
+            self._connection = psycopg.connect(bench.dsn)
             self._connection.execute("SET session_replication_role = replica")
             self._connection.commit()
         else:
