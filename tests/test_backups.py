@@ -163,6 +163,30 @@ def test_a_backup_replaces_a_file_only_if_it_is_told_to(db: Path, tmp_path: Path
             ledger.backup(db, overwrite=True)
 
 
+def test_what_stood_beside_a_file_is_not_played_into_the_backup_that_replaces_it(db: Path, tmp_path: Path) -> None:
+    target = tmp_path / "copy.db"
+    with AgentRunLedger(target) as other:
+        for number in range(20):
+            other.create_run("another", f"another {number}")
+        for suffix in ("", "-wal"):
+            (tmp_path / f"kept{suffix}").write_bytes(Path(f"{target}{suffix}").read_bytes())
+    for suffix in ("", "-wal"):
+        Path(f"{target}{suffix}").write_bytes((tmp_path / f"kept{suffix}").read_bytes())
+    with AgentRunLedger(db) as ledger:
+        report = ledger.backup(target, overwrite=True)
+        runs = [run.run_id for run in ledger.runs()]
+    with AgentRunLedger.open_read_only(target) as copy:
+        assert [run.run_id for run in copy.runs()] == runs
+        assert copy.verify().entries == report.entries
+
+
+def test_a_backup_does_not_replace_a_ledger_that_is_in_use(db: Path, tmp_path: Path) -> None:
+    with AgentRunLedger(tmp_path / "other.db") as other, AgentRunLedger(db) as ledger:
+        other.create_run("goal")
+        with pytest.raises(StoreBusy, match="in use"):
+            ledger.backup(tmp_path / "other.db", overwrite=True)
+
+
 def test_a_copy_that_does_not_verify_replaces_no_backup_and_is_kept_for_inspection(db: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy.db"
     with AgentRunLedger(db) as ledger:

@@ -247,6 +247,22 @@ def test_a_file_is_there_whole_or_not_at_all_and_only_its_owner_may_read_it(benc
     assert verify_bundle(path).ok
 
 
+def test_the_ledger_itself_is_no_place_for_a_bundle(bench: Bench) -> None:
+    ended(bench.open())
+    with pytest.raises(CopyRefused, match="the ledger itself"):
+        bench.open().export(RUN, bench.path, overwrite=True)
+
+
+def test_a_token_that_no_epoch_comes_to_is_refused(bundle: Path, tmp_path: Path) -> None:
+    lines = [json.loads(line) for line in bundle.read_text().splitlines()]
+    lines[-2]["token"] = 2**53
+    path = written(tmp_path / "changed.arl", lines, is_repaired=True)
+    with pytest.raises(BadBundle, match="token"):
+        verify_bundle(path)
+    with pytest.raises(ValueError, match="token"):
+        DOCS.verify(path)
+
+
 def test_a_damaged_run_is_not_exported(bench: Bench, tmp_path: Path) -> None:
     ended(bench.open())
     with raw(bench.path, without_triggers=True) as connection:

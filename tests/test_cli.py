@@ -402,7 +402,7 @@ def test_verify_shows_each_finding_and_returns_1(shell: Shell, db: Path) -> None
     assert status == 1
     assert any(line.split()[:3] == ["october", "3", "payload"] for line in out.splitlines())
     found = json.loads(shell("--db", db, "verify", "--json")[1])
-    assert list(found) == ["findings", "ok", "entries", "runs", "heads", "covered", "unchecked"]
+    assert list(found) == ["findings", "ok", "entries", "runs", "heads", "covered", "unheld", "unchecked"]
     assert found["ok"] is False
     assert {"run_id", "seq", "code", "message", "expected", "found"} == set(found["findings"][0])
     assert shell("--db", db, "verify", "november")[0] == 0
@@ -410,7 +410,7 @@ def test_verify_shows_each_finding_and_returns_1(shell: Shell, db: Path) -> None
 
 def test_the_json_of_verify_is_one_object_that_has_each_finding_in_a_line(shell: Shell, db: Path) -> None:
     assert json.loads(shell("--db", db, "verify", "--json")[1]) == {
-        "findings": [], "ok": True, "entries": 10, "runs": 2, "heads": 0, "covered": 0, "unchecked": 0,
+        "findings": [], "ok": True, "entries": 10, "runs": 2, "heads": 0, "covered": 0, "unheld": 0, "unchecked": 0,
     }  # fmt: skip
     tampered(db, "UPDATE entries SET payload = ? WHERE kind = 'outcome'", b'{"total":999}')
     out = shell("--db", db, "verify", "--json")[1]

@@ -148,9 +148,9 @@ def test_every_command_takes_keys_and_says_what_it_lacks_without_them(shell: She
     status, out, _ = shell("--db", db, "runs")
     assert (status, "one" in out, SECRET in out) == (0, True, False)
     status, out, _ = shell("--db", db, "verify")
-    assert (status, "4 payloads could not be checked" in out) == (0, True)
+    assert (status, "4 payloads could not be held to the log" in out) == (0, True)
     status, out, _ = shell("--db", db, "verify", "--keys", f"{keys}:old")
-    assert (status, "could not be checked" in out) == (0, False)
+    assert (status, "could not be held" in out) == (0, False)
     assert shell("--db", db, "doctor", "--keys", f"{keys}:old")[0] == 0
     assert "several" in shell.refused("--db", db, "--keys", keys, "runs")
     assert "has no 'neither'" in shell.refused("--db", db, "--keys", f"{keys}:neither", "runs")

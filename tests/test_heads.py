@@ -485,6 +485,37 @@ def test_what_a_crash_left_of_a_note_is_cut_off_and_the_log_goes_on(tmp_path: Pa
             assert path.read_bytes() == whole
 
 
+@pytest.mark.parametrize(
+    "other",
+    [
+        b"-- my notes\n\nnot a log",
+        b"SQLite format 3\0" + bytes(5000),
+        b"agent-run-ledger/run/r\r\n3\r\n",
+        b"PRIVATE+KEY+x\n",
+    ],
+    ids=["notes", "a database", "other line ends", "a key"],
+)
+def test_what_is_no_log_of_heads_is_not_touched(tmp_path: Path, other: bytes) -> None:
+    path = tmp_path / "heads.log"
+    with AgentRunLedger(tmp_path / "agent.db") as ledger:
+        steps(ledger, RUN, 1)
+        HeadLog(tmp_path / "own.log", SIGNER).add(ledger, RUN)
+        for held in (other, (tmp_path / "own.log").read_bytes().replace(b"\n", b"\r\n")):
+            path.write_bytes(held)
+            with pytest.raises(BadNote, match="no log of heads"):
+                HeadLog(path, SIGNER).add(ledger, RUN)
+            assert path.read_bytes() == held
+
+
+def test_heads_of_a_deleted_run_are_told_apart(tmp_path: Path) -> None:
+    with AgentRunLedger(tmp_path / "agent.db") as ledger:
+        steps(ledger, RUN, 2)
+        early, late = ledger.tree_head(RUN, 2), ledger.tree_head(RUN)
+        ledger.gc(0, by="ann", reason="old")
+        report = ledger.verify(against=[early, late])
+    assert (report.ok, report.heads, report.unheld) == (True, 1, 1)
+
+
 def test_many_threads_and_two_logs_of_one_file_sign_one_history(tmp_path: Path) -> None:
     logs = [HeadLog(tmp_path / "heads.log", SIGNER) for _ in range(2)]
     with AgentRunLedger(tmp_path / "agent.db") as ledger:
@@ -558,7 +589,7 @@ def test_a_key_is_made_signs_a_head_and_checks_it(shell: Shell) -> None:
     assert shell("--db", "agent.db", "verify", "--against", "kept", "--key", public.strip())[0] == 0
     status, out, _ = shell("--db", "agent.db", "verify", "--against", "kept", "--key", "@public")
     assert status == 0
-    assert "no findings, held to 1 kept head\n" in out
+    assert "no findings, held to 1 kept head over 6 entries\n" in out
     assert "with another key" in shell.refused(
         "--db", "agent.db", "verify", "--against", "kept", "--key", OTHER.verifier
     )

@@ -99,7 +99,7 @@ def fields_of(pairs, shape):
     found = {}
     for (name, kind), (_, value) in zip(wanted, pairs, strict=True):
         if value is not None or not kind.endswith("?"):
-            if type(value) not in TYPES[kind[0]] or (kind[0] in "in" and not -(2**63) <= value < 2**63):
+            if type(value) not in TYPES[kind[0]] or (kind[0] in "in" and not -(2**53) < value < 2**53):
                 raise ValueError(f"{name} is {value!r:.80}")
             str(value).encode()  # half a character is no text
         found[name] = unbase64(value) if kind[0] == "b" and value is not None else value

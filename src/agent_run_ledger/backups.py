@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 from agent_run_ledger.contract import Store
-from agent_run_ledger.errors import BackupRefused
+from agent_run_ledger.errors import BackupRefused, NotALedger
 from agent_run_ledger.ledger import AgentRunLedger
 from agent_run_ledger.model import RestoredLedger, VerificationReport
 from agent_run_ledger.stores import backups, is_address
@@ -31,6 +31,8 @@ def back_up(store: Store, target: str, *, overwrite: bool, told: Told | None) ->
     _refuse_taken(target, overwrite, "overwrite=True or --overwrite replaces it")
     if os.path.exists(target) and os.path.samefile(path, target):
         raise BackupRefused(f"{target!r} is the ledger itself; nothing was copied.")
+    with suppress(NotALedger):  # another ledger may stand there, and be used
+        backups.refuse_used(os.path.realpath(target))
     with _unfinished(target) as made:
         report = _copied(path, made, told)
         if not report.ok:
@@ -40,6 +42,7 @@ def back_up(store: Store, target: str, *, overwrite: bool, told: Told | None) ->
                 f"the copy does not verify: {len(report.findings)} findings, the first {report.findings[0].message!r}. It is no backup; it was "
                 f"kept as {unsound!r} for inspection, and nothing was replaced. Look at the ledger with `agent-run-ledger verify`."
             )
+        backups.without_commits(target)
         backups.put_in_place(made, target)
     return report
 
@@ -92,9 +95,7 @@ def _refuse_taken(path: str, overwrite: bool, hint: str) -> None:
 @contextmanager
 def _unfinished(target: str) -> Iterator[str]:
     """The path of a file that does not exist yet, beside `target`; whatever is left of it at the end is removed."""
-    path = f"{target}.{os.getpid()}.unfinished"
-    with suppress(FileNotFoundError):
-        os.unlink(path)  # of a process of this number that was killed
+    path = f"{target}.{os.urandom(6).hex()}.unfinished"
     try:
         yield path
     finally:

@@ -30,6 +30,8 @@ LONGEST = 256 * 1024 * 1024
 
 _OPENING = ("bundle", "format", "written_by", "run", "listing", "secret", "payloads")
 _LISTING = ("created_at", "agent", "queue", "priority", "key")
+_MOST = 2**53
+"""Every number in a bundle is smaller: what reads JSON reads it exactly, and fencing tokens of all epochs to come have room."""
 _ENTRY = ("seq", "kind", "position", "attempt", "body", "roots", "payload", "digest", "fingerprint", "encoding")
 _REQUEST = ("request", "kind", "payload", "who", "at")
 _HEAD = ("head", "proof")
@@ -303,13 +305,13 @@ class _Line:
 
     def _whole(self, name: str) -> int:
         value = self._fields[name]
-        if type(value) is not int or not -(2**63) <= value < 2**63:
+        if type(value) is not int or not -_MOST < value < _MOST:
             self.refuse(f"{name} should be a whole number of at most 64 bits")
         return value
 
     def _number_of(self, name: str) -> float:
         value = self._fields[name]
-        if type(value) not in (int, float) or not -(2**63) <= value < 2**63 or not isfinite(value):
+        if type(value) not in (int, float) or not -_MOST < value < _MOST or not isfinite(value):
             self.refuse(f"{name} should be a number of seconds")
         return value  # type: ignore[no-any-return]
 

@@ -467,7 +467,8 @@ class BadNote(LedgerError, ValueError):
     """
 
     def __init__(self, why: str, text: str = "") -> None:
-        begins = f" (it begins {text[:60]!r})" if text else ""
+        is_secret = "PRIVATE" in text  # a private key, given where another text belongs
+        begins = f" (it begins {text[:60]!r})" if text and not is_secret else ""
         super().__init__(
             f"this proves nothing: {why}{begins}. Check that it is the text as it was written, and the right key."
         )

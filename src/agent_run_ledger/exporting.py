@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, BinaryIO
 from agent_run_ledger import bundles, merkle, proving
 from agent_run_ledger.bundles import LONGEST, Digest, End, KeptHead, Opening
 from agent_run_ledger.checkpoints import Note, TreeHead, notes, signed
-from agent_run_ledger.contract import Head, Request, Row, Store
+from agent_run_ledger.contract import Head, Request, Row, Store, sealed_under
 from agent_run_ledger.drivers import reading
 from agent_run_ledger.engine.audit import Audit
 from agent_run_ledger.engine.erasing import says_erased
-from agent_run_ledger.errors import BadBundle, BadNote, CopyRefused, RunNotFound
+from agent_run_ledger.errors import BadBundle, BadNote, CopyRefused, KeyUnavailable, RunNotFound
 from agent_run_ledger.heads import Against, Comparison, kept
 from agent_run_ledger.model import CopiedRun, Finding, VerificationReport
 from agent_run_ledger.rules.names import check_run_id
@@ -54,9 +54,15 @@ def export(
         )
     if os.path.exists(place) and not overwrite:
         raise CopyRefused(run_id, place, "there is a file already. overwrite=True or --overwrite replaces it.")
+    own = getattr(store, "path", None)
+    for itself in [f"{own}{suffix}" for suffix in ("", "-wal", "-shm", ".lock")] if isinstance(own, str) else ():
+        if os.path.exists(place) and os.path.exists(itself) and os.path.samefile(place, itself):
+            raise CopyRefused(run_id, place, "that is the ledger itself.")
     summary = next(iter(store.summaries(run_id)), None)
     if summary is None:
         raise RunNotFound(run_id)
+    if (key_id := sealed_under(store.secret(run_id))) is not None:
+        raise KeyUnavailable(run_id, key_id)
     head = proving.tree_head(store, run_id)
     given = dict(_notes_of(run_id, heads))
     if signer is not None:
@@ -191,7 +197,7 @@ def verify_bundle(
             found(finding)
     auditor, comparison = read.auditor, read.comparison
     compared, covered, unchecked = len(comparison.heads), comparison.covered, auditor.unchecked
-    return VerificationReport(not findings, findings, auditor.leaves, 1, compared, covered, unchecked)
+    return VerificationReport(not findings, findings, auditor.leaves, 1, compared, covered, 0, unchecked)
 
 
 class _Reading:

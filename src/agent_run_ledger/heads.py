@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from agent_run_ledger import merkle
-from agent_run_ledger.checkpoints import Note, TreeHead, notes
+from agent_run_ledger.checkpoints import ORIGIN, Note, TreeHead, notes
 from agent_run_ledger.drivers.writer import Writer
 from agent_run_ledger.errors import BadNote, HeadRefused, LedgerError, StoreUnavailable
 from agent_run_ledger.model import Finding
@@ -86,7 +86,10 @@ class HeadLog:
         return note
 
     def _catch_up(self, file: int) -> None:
-        """Read what other processes have signed meanwhile. What a crash left of a note was never handed out: it is cut off."""
+        """Read what other processes have signed meanwhile. What a crash left of a note was never handed out: it is cut off.
+
+        Raises `BadNote` where the file is anything else than such a log: nothing of it is changed.
+        """
         stands = os.fstat(file).st_size
         if stands < self._read:
             self._read = 0  # another file: what it says counts, and what is known stays known
@@ -95,6 +98,10 @@ class HeadLog:
         if len(parts) % 2:
             parts.pop()
         known = sum(len(part) + 2 for part in parts)
+        begun, begins = data[known:], ORIGIN.encode()
+        is_torn = (begun.startswith(begins) or begins.startswith(begun)) and b"\r" not in begun
+        if not (is_torn and data[:known].startswith(begins[:known])):
+            raise BadNote(f"{self.path!r} is no log of heads as this library writes it; nothing was changed")
         for found in notes(data[:known].decode(errors="replace")):
             self._remember(TreeHead.read(found.text))
         self._read += known
@@ -218,6 +225,8 @@ class Comparison:
         self.heads = list(heads)
         self._roots = {head.size: merkle.EMPTY_ROOT for head in self.heads if head.size == 0}
         self._sizes = {head.size for head in self.heads}
+        self.unheld = 0
+        """How many heads are of a run that was deleted, and of when it was shorter: nothing is left to be held to them."""
         self.covered = 0
         """How many entries are covered by those heads that they agree with, once there are no more."""
 
@@ -233,7 +242,8 @@ class Comparison:
         """
         if tombstone is not None and size == 0:
             self._roots[tombstone.size] = tombstone.root
-            self.heads = [head for head in self.heads if head.size >= tombstone.size]
+            held = [head for head in self.heads if head.size >= tombstone.size]
+            self.unheld, self.heads = len(self.heads) - len(held), held
         for head in self.heads:
             root = self._roots.get(head.size)
             if root is None:

@@ -480,7 +480,7 @@ class Ledger(Operator):
         """
         from agent_run_ledger.copying import Copying
 
-        if self._store.head(check_name("run_id", run_id)) is None:
+        if self._store.head(check_run_id(run_id)) is None:
             raise reading.absent(self._store, run_id)
         if isinstance(to, Ledger):
             return Copying(self, to._store, told).run(run_id, children=children)

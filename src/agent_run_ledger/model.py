@@ -714,6 +714,8 @@ class VerificationReport:
     """How many heads that were kept elsewhere it was held to."""
     covered: int = 0
     """How many entries those of them cover that agree."""
+    unheld: int = 0
+    """How many more heads are of runs that were deleted since: their tombstones say who and why, and prove nothing."""
     unchecked: int = 0
     """How many payloads could not be held to the log: they are encrypted under a key that is not here, or they or the run's secret are
     withheld from a bundle."""

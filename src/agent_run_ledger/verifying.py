@@ -50,7 +50,7 @@ def verify(
     compared = sum(map(len, expected.values()))
     settlements = Settlements()
     origins: list[tuple[str, Origin]] = []
-    entries = number = covered = unchecked = 0
+    entries = number = covered = unheld = unchecked = 0
     for each in ids:
         try:
             comparison = heads.Comparison(expected.pop(each, ()))
@@ -76,6 +76,7 @@ def verify(
         for finding in comparison.end(auditor.leaves, store.tombstone(each) if compared else None):
             report(finding)
         covered += comparison.covered
+        unheld += comparison.unheld
         entries += auditor.leaves
         if told is not None:
             told(entries)
@@ -87,9 +88,11 @@ def verify(
     for each, origin in origins:
         _compare(store, each, origin, report)
     for gone, missing in expected.items():
-        for finding in heads.Comparison(missing).end(0, store.tombstone(gone)):
+        comparison = heads.Comparison(missing)
+        for finding in comparison.end(0, store.tombstone(gone)):
             report(finding)
-    return VerificationReport(not findings, findings, entries, number, compared, covered, unchecked)
+        unheld += comparison.unheld
+    return VerificationReport(not findings, findings, entries, number, compared - unheld, covered, unheld, unchecked)
 
 
 def _compare(store: Store, run_id: str, origin: Origin, report: Callable[[Finding], None]) -> None:

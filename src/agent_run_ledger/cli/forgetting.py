@@ -37,7 +37,10 @@ def forget(given: argparse.Namespace) -> int:
     secret = ", and its secret" if tried.secret_erased else ""
     does = f"erase {counted(tried.payloads, 'payload', 'payloads')} of {which}{secret}"
     if not given.json:
-        print(plain(f"This will {does}. It is {tried.status}, and nothing of them can be read or replayed any more.\n"))
+        print(
+            plain(f"This will {does}. It is {tried.status}, and nothing of them can be read or replayed any more."),
+            end="\n\n",
+        )
     if not _is_wanted(given):
         return _previewed(given, {"does": does, "run": data_of(tried), "is_done": False})
     with opened(given) as ledger:

@@ -241,8 +241,13 @@ def verify(given: argparse.Namespace) -> int:
         f"{counted(report.entries, 'entry', 'entries')} of {counted(report.runs, 'run', 'runs')}: "
         f"{counted(len(report.findings), 'finding', 'findings')}"
         + (f", held to {counted(report.heads, 'kept head', 'kept heads')}" if report.heads else "")
-        + (f" over {counted(report.covered, 'entry', 'entries')}" if report.heads and is_file else "")
+        + (f" over {counted(report.covered, 'entry', 'entries')}" if report.heads else "")
     )
+    if report.unheld:
+        print(
+            f"{counted(report.unheld, 'kept head is', 'kept heads are')} of runs that were deleted: their tombstones say who and why, "
+            "and nothing is left that could be held to them"
+        )
     print()
     proved = _FILE_PROVED if is_file else _PROVED
     print(_PROVED_AGAINST if given.key is not None else _PROVED_UNSIGNED if given.against is not None else proved)
@@ -264,7 +269,9 @@ class _JsonReport:
 
     def end(self, report: agent_run_ledger.VerificationReport) -> None:
         begun = "\n], " if report.findings else '{"findings": [], '
-        facts = {name: getattr(report, name) for name in ("ok", "entries", "runs", "heads", "covered", "unchecked")}
+        facts = {
+            name: getattr(report, name) for name in ("ok", "entries", "runs", "heads", "covered", "unheld", "unchecked")
+        }
         print(begun + as_json_line(facts)[1:])
 
 

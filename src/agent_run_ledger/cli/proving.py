@@ -149,6 +149,8 @@ def _read(path: str) -> str:
 
 def signer_given(path: str | None) -> Signer | None:
     """Who signs with the private key in the file that `--sign` names."""
+    if path is not None and path.startswith("PRIVATE+KEY+"):
+        raise UsageError("--sign names the file in which the private key is, and not the key itself")
     return None if path is None else Signer(_read(path))
 
 

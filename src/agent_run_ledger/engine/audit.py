@@ -19,6 +19,8 @@ from agent_run_ledger.rules import canonical, digests
 from agent_run_ledger.rules.budget import NOTHING
 from agent_run_ledger.rules.lifecycle import DELTA
 
+_MOST_TOKEN = 2**53
+"""Tokens are epochs, which are Unix seconds, times 2**20, and a count: for longer than anybody asks they are less than this."""
 _LATER = "outcome, to be retried"
 _COLUMNS: tuple[tuple[str, type, Any], ...] = (
     ("seq", int, 0), ("kind", str, ""), ("position", str, None), ("attempt", int, None), ("body", bytes, b""),
@@ -382,8 +384,8 @@ class Audit:
             self.state = _STATES[state]
             if self.state.is_terminal and not self.ended:
                 self.ended = seq
-        if not isinstance(token, int) or token < self.token:
-            message = f"fencing token {token} after {self.token}: tokens never go down"
+        if not isinstance(token, int) or not self.token <= token < _MOST_TOKEN:
+            message = f"fencing token {token} after {self.token}: tokens never go down, and never come so far as {_MOST_TOKEN}"
             self.found(seq, "fencing", message, f"{self.token} or more", token)
         else:
             self.token = token
@@ -409,6 +411,9 @@ class Audit:
         if self.listing is not None and head.listing != self.listing:
             listed, says = list(head.listing), list(self.listing)
             self.found(None, "head", f"the head is listed as {listed}, its first entry says {says}", says, listed)
+        if head.token >= _MOST_TOKEN:
+            message = f"no epoch comes so far as to the fencing token {head.token}"
+            self.found(None, "fencing", message, f"less than {_MOST_TOKEN}", head.token)
         if head.token < self.token:
             message = f"the head's fencing token {head.token} is older than the last entry's {self.token}"
             self.found(None, "fencing", message, f"{self.token} or more", head.token)

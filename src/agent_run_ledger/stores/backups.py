@@ -69,6 +69,13 @@ def put_in_place(made: str, path: str) -> None:
     _sync(os.path.dirname(os.path.abspath(path)))
 
 
+def without_commits(path: str) -> None:
+    """Remove what stands beside a file that is about to be replaced: SQLite would play its commits into the new one."""
+    for suffix in (*_BESIDE, "-shm"):
+        with suppress(FileNotFoundError):
+            os.unlink(path + suffix)
+
+
 def last_epoch(path: str) -> int:
     """The newest epoch that a ledger's file knows of, also by its tokens. Raises a `StoreError`."""
     with _read(path) as db:

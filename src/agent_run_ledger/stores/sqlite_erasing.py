@@ -42,7 +42,8 @@ _OLDER_STATE = (
     "transactions, then scrub again"
 )
 _COPY = (
-    "the copy {0} was made before the schema changed, and holds what stood there then: delete it when nobody needs it"
+    "{0} was left beside the ledger by a migration, a restore or a backup that was killed, and holds what stood there then: delete it when "
+    "nobody needs it"
 )
 
 
@@ -103,7 +104,8 @@ class Erasing:
             pending = [] if self._files.scrub() else [_OLDER_STATE.format(self._files.path)]
         except StoreError as error:
             pending = [f"the database could not be rewritten, so free pages and its log may hold erased bytes: {error}"]
-        copies = sorted(glob(escape(self._files.path) + ".v*.backup"))
+        kinds = (".v*.backup", ".replaced-*", ".*.unfinished")
+        copies = sorted(each for kind in kinds for each in glob(escape(self._files.path) + kind))
         return pending + [_COPY.format(copy) for copy in copies]
 
     def _require(self, db: sqlite3.Connection, run_id: str, token: int) -> None:
