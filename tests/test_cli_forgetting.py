@@ -57,7 +57,7 @@ def test_forget_takes_a_step_or_all_with_the_secret(shell: Shell, db: Path) -> N
     data = shell.json("--db", db, "forget", "refund-209", "--step", "2", "--yes")
     assert (data["is_done"], data["run"]["payloads"], data["run"]["pending"]) == (True, 2, [])
     data = shell.json("--db", db, "forget", "refund-209", "--all")
-    assert (data["is_done"], data["run"]["payloads"], data["run"]["secret_erased"]) == (False, 4, True)
+    assert (data["is_done"], data["run"]["payloads"], data["run"]["is_everything"]) == (False, 4, True)
     assert "more than one step" in shell.refused("--db", db, "forget", "refund-209", "--all", "--step", "2")
     assert shell("--db", db, "forget", "refund-209", "--all", "--yes")[0] == 0
     with AgentRunLedger.open_read_only(db) as ledger:

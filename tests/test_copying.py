@@ -708,7 +708,10 @@ def _is_killed_at(at: int, folder: Path, is_done: bool) -> bool:
         assert work_once(here) == "waits"
         members = [RUN, *(child.run_id for child in children_of(here))]
         life = Life(at, is_done=is_done)
-        dying, end = (AgentRunLedger(life.under(bench.store()), clock=bench.clock) for bench in (two.here, two.there))
+        dying, end = (
+            AgentRunLedger(life.under(bench.store()), clock=bench.clock, heartbeat_seconds=29.0)
+            for bench in (two.here, two.there)
+        )
         with suppress(Crash):
             dying.copy(RUN, end, children=True)
         is_killed = life.writes > at

@@ -123,12 +123,12 @@ def test_a_long_payload_that_another_step_shares_stays_until_that_one_is_forgott
 def test_with_everything_the_secret_goes_and_nobody_can_try_what_it_was(bench: Bench) -> None:
     ledger = bench.open()
     ended(ledger)
-    assert ledger.forget(RUN, everything=True, **WHO).secret_erased
+    assert ledger.forget(RUN, everything=True, **WHO).is_everything
     assert bench.store().secret(RUN) == b""
     assert ledger.verify().findings == []
     assert ledger.trace(RUN)[-1].text == "all payloads, and the run's secret (by ann): the customer asked for it"
     later = ledger.forget(RUN, everything=True)
-    assert (later.payloads, later.secret_erased) == (0, False)
+    assert (later.payloads, later.is_everything) == (0, False)
     assert len([line for line in ledger.trace(RUN) if line.event == "erased"]) == 1
 
 
@@ -148,7 +148,7 @@ def test_a_dry_run_says_what_would_go_and_erases_nothing(bench: Bench) -> None:
     ended(ledger)
     before = bench.rows(RUN)
     told = ledger.forget(RUN, everything=True, dry_run=True)
-    assert (told.payloads, told.secret_erased, told.pending) == (kept(bench), True, ())
+    assert (told.payloads, told.is_everything, told.pending) == (kept(bench), True, ())
     assert bench.rows(RUN) == before
 
 
@@ -332,7 +332,7 @@ def test_gc_that_keeps_proofs_keeps_every_entry_and_no_payload(bench: Bench) -> 
     assert ledger.gc(200, keep_proofs=True).runs == ()
     heads = [row.roots for row in bench.rows(RUN)]
     (forgotten,) = ledger.gc(50, keep_proofs=True, **WHO).runs
-    assert (forgotten.run_id, forgotten.is_deleted, forgotten.secret_erased) == (RUN, False, False)
+    assert (forgotten.run_id, forgotten.is_deleted, forgotten.is_everything) == (RUN, False, False)
     assert [row.roots for row in bench.rows(RUN)][:-1] == heads
     assert kept(bench) == 0
     assert ledger.gc(50, keep_proofs=True).runs == (), "there is nothing left"

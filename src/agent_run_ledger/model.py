@@ -564,7 +564,7 @@ class Forgotten:
     """Unix seconds."""
     payloads: int
     """How many entries have lost their payload: arguments, outputs, errors, the goal, signals, reasons."""
-    secret_erased: bool
+    is_everything: bool
     """Whether the run's secret went, too, so that nobody can find out any more whether a payload was what he thinks."""
     is_deleted: bool
     """Whether nothing is left of the run but a tombstone."""

@@ -34,7 +34,7 @@ def forget(given: argparse.Namespace) -> int:
     with opened_to_look(given) as ledger:
         tried = erase(ledger, dry_run=True)
     which = f"step {given.step} of run {given.run_id!r}" if given.step is not None else f"run {given.run_id!r}"
-    secret = ", and its secret" if tried.secret_erased else ""
+    secret = ", and its secret" if tried.is_everything else ""
     does = f"erase {counted(tried.payloads, 'payload', 'payloads')} of {which}{secret}"
     if not given.json:
         print(

@@ -128,7 +128,8 @@ class Accounts:
         came_to = self._came_to(book, asked.grant)
         answered = sharing.grant(book, asked, limits, came_to)
         if answered[1] is budget.WAITS and (lost := self._lost(book, asked.grant)):
-            answered = sharing.grant(book, asked, limits, came_to, lost)
+            came_to = self._came_to(book, asked.grant)  # what is not under way any more may just have ended
+            answered = sharing.grant(book, asked, limits, came_to, lost - came_to.keys())
         return answered
 
     def _lost(self, book: History, asked: Grant) -> set[Grant]:
