@@ -28,9 +28,10 @@ test-system: environment ## tests that need the machine: strace, faketime, mount
 	$(PYTEST) -m system
 	PYTHONPATH=src:tests $(BIN)/python tests/system/other_servers.py -n $(JOBS) --dist worksteal
 
-bench: environment ## measure steps and queues against the least that SQLite and PostgreSQL can do, and against Absurd
+bench: environment ## measure steps, queues and `verify` against the least that SQLite and PostgreSQL can do, and against Absurd
 	$(BIN)/python benchmarks/steps.py
 	$(BIN)/python benchmarks/asynchronous.py
+	$(BIN)/python benchmarks/verify.py
 	PYTHONPATH=tests $(BIN)/python benchmarks/postgres.py
 	PYTHONPATH=tests $(BIN)/python benchmarks/queues.py
 

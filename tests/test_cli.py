@@ -33,7 +33,7 @@ from agent_run_ledger.stores.diagnosis import has_wal_reset_bug
 from support.shell import NAMES, TEXTS, Shell, is_one_line, is_safe
 
 COMMANDS = [
-    "runs", "show", "plan", "trace", "cost", "explain", "dead-letters", "approvals", "verify", "doctor", "resolve", "release", "cancel", "redrive", "fork",
+    "runs", "show", "plan", "trace", "cost", "explain", "dead-letters", "approvals", "verify", "head", "prove", "keygen", "doctor", "resolve", "release", "cancel", "redrive", "fork",
     "signal", "approve", "deny", "recover", "preflight", "supervise", "demo",
 ]  # fmt: skip
 SOURCE = Path(__file__).resolve().parent.parent / "src"
@@ -402,10 +402,20 @@ def test_verify_shows_each_finding_and_returns_1(shell: Shell, db: Path) -> None
     assert status == 1
     assert any(line.split()[:3] == ["october", "3", "payload"] for line in out.splitlines())
     found = json.loads(shell("--db", db, "verify", "--json")[1])
-    assert list(found) == ["ok", "findings", "entries", "runs"]
+    assert list(found) == ["findings", "ok", "entries", "runs", "heads", "covered", "unheld", "unchecked"]
     assert found["ok"] is False
-    assert {"run_id", "seq", "code", "message"} == set(found["findings"][0])
+    assert {"run_id", "seq", "code", "message", "expected", "found"} == set(found["findings"][0])
     assert shell("--db", db, "verify", "november")[0] == 0
+
+
+def test_the_json_of_verify_is_one_object_that_has_each_finding_in_a_line(shell: Shell, db: Path) -> None:
+    assert json.loads(shell("--db", db, "verify", "--json")[1]) == {
+        "findings": [], "ok": True, "entries": 10, "runs": 2, "heads": 0, "covered": 0, "unheld": 0, "unchecked": 0,
+    }  # fmt: skip
+    tampered(db, "UPDATE entries SET payload = ? WHERE kind = 'outcome'", b'{"total":999}')
+    out = shell("--db", db, "verify", "--json")[1]
+    found = json.loads(out)["findings"]
+    assert len(found) == len([line for line in out.splitlines() if line.startswith('  {"run_id"')]) > 2
 
 
 # --- doctor -----------------------------------------------------------------------------------------------------------

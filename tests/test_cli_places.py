@@ -26,6 +26,7 @@ from agent_run_ledger.cli import doctor
 from agent_run_ledger.model import ServerDiagnosis
 from agent_run_ledger.stores.postgres import PostgresStore, migrate
 from agent_run_ledger.stores.postgres.connections import place_of
+from agent_run_ledger.stores.postgres.schema import SCHEMA_VERSION
 from support.databases import databases
 from support.shell import NAMES, Shell, is_one_line, is_safe
 
@@ -352,7 +353,7 @@ def test_doctor_looks_at_server_ledger_fleet_and_runs(shell: Shell, server: str)
     assert found["commits"][0] == "problem"  # servers of tests do not sync
     assert found["commits"][1].startswith("fsync is off")
     assert found["clock"][0] == "ok"
-    assert found["schema"] == ("ok", "version 2, the newest that this version knows")
+    assert found["schema"] == ("ok", f"version {SCHEMA_VERSION}, the newest that this version knows")
     assert "superuser" in found["log"][1]
     assert not found["size"][1].startswith("0 bytes")
     assert found["workers"] == ("ok", "0 alive, with 0 runs")

@@ -526,25 +526,24 @@ def test_what_was_erased_here_stays_erased_there(tmp_path: Path) -> None:
         for size in (10, 200_000):
             ledger.execute_step(RUN, "look", {"size": size}, lambda size: "secret" * size)
         ledger.finish_run(RUN)
-        with raw(tmp_path / "a.db") as db:
-            db.execute("UPDATE payloads SET bytes = NULL")
-            db.execute(
-                "UPDATE entries SET payload = NULL, digest = NULL, fingerprint = NULL, encoding = NULL WHERE kind = 'outcome'"
-            )
+        ledger.forget(RUN, 2)
         ledger.copy(RUN, other)
-        assert [step.output_json for step in other.steps(RUN)] == [None, None]
+        assert [step.output_json is None for step in other.steps(RUN)] == [False, True]
         assert other.verify().findings == []
-        assert b"secretsecret" not in (tmp_path / "b.db").read_bytes()
+        assert b"secret" * 20 not in (tmp_path / "b.db").read_bytes()
 
 
-def test_what_was_erased_there_since_is_the_same_run_all_the_same(tmp_path: Path) -> None:
+@pytest.mark.parametrize("where", ["here", "there", "in both"])
+def test_what_was_erased_since_is_the_same_run_all_the_same(tmp_path: Path, where: str) -> None:
     with AgentRunLedger(tmp_path / "a.db") as ledger, AgentRunLedger(tmp_path / "b.db") as other:
         begun(ledger)
         ledger.finish_run(RUN)
         ledger.copy(RUN, other)
-        with raw(tmp_path / "b.db") as db:
-            db.execute("UPDATE entries SET payload = NULL, digest = NULL, fingerprint = NULL WHERE kind = 'intent'")
+        for each in {"here": [ledger], "there": [other], "in both": [ledger, other]}[where]:
+            each.forget(RUN, by=where)
         assert ledger.copy(RUN, other)[0].was_there
+        assert ledger.verify().ok
+        assert other.verify().ok
 
 
 class Measured:
@@ -709,7 +708,10 @@ def _is_killed_at(at: int, folder: Path, is_done: bool) -> bool:
         assert work_once(here) == "waits"
         members = [RUN, *(child.run_id for child in children_of(here))]
         life = Life(at, is_done=is_done)
-        dying, end = (AgentRunLedger(life.under(bench.store()), clock=bench.clock) for bench in (two.here, two.there))
+        dying, end = (
+            AgentRunLedger(life.under(bench.store()), clock=bench.clock, heartbeat_seconds=29.0)
+            for bench in (two.here, two.there)
+        )
         with suppress(Crash):
             dying.copy(RUN, end, children=True)
         is_killed = life.writes > at

@@ -77,6 +77,8 @@ EVERY_PAGE = [*PAGES, *sorted((DOCS / "design").rglob("*.md"))]
 PYTHON_API = DOCS / "reference" / "python-api.md"
 ERRORS = DOCS / "reference" / "errors.md"
 SCHEMA = DOCS / "reference" / "entries-and-schema.md"
+SCRIPTS = DOCS / "reference"
+"""Where the programs are that the documentation comes with."""
 ADDRESS = "postgresql://agents@db.internal/agents"
 """Where a ledger on a server is, in the documentation."""
 TWO_PROGRAMS = DOCS / "tutorial" / "two-programs.md"
@@ -171,6 +173,8 @@ class Reader:
             words = shlex.split(command, comments=True)
             if words[0] == "python":
                 words[0] = sys.executable
+                if (SCRIPTS / words[1]).is_file():
+                    words[1] = str(SCRIPTS / words[1])
             elif words[0] == "agent-run-ledger" and words[1:2] != ["demo"]:  # the demo has tests of its own
                 words[:1] = [sys.executable, "-m", "agent_run_ledger"]
             else:
@@ -274,7 +278,7 @@ def test_there_is_something_to_run() -> None:
     languages = [block.language for page in PAGES for block in blocks(page)]
     assert languages.count("python") > 40
     assert languages.count("console") >= 8
-    assert set(languages) <= {"python", "console", "sh", "sql", "mermaid", "text"}
+    assert set(languages) <= {"python", "console", "sh", "sql", "mermaid", "text", "toml"}
 
 
 # --- the published programs -------------------------------------------------------------------------------------------
@@ -537,6 +541,7 @@ _FOREIGN = frozenset(
         "max_retries",
         "model_dump",
         "move_on_after",
+        "pg_dump",
         "previous",
         "run_in_executor",
         "sha",
@@ -798,7 +803,7 @@ def module_table() -> str:
     """Every module with the first line of its docstring, floor by floor."""
     floors = [
         ("0 words", ["errors.py", "model.py", "contract.py"]),
-        ("1 rules", ["rules", "merkle.py", "usage.py", "prices.py"]),
+        ("1 rules", ["rules", "merkle.py", "checkpoints.py", "bundles.py", "usage.py", "prices.py"]),
         ("2 engine", ["engine"]),
         ("2 stores", ["stores"]),
         ("3 drivers", ["drivers"]),
@@ -809,10 +814,18 @@ def module_table() -> str:
                 "working.py",
                 "fleet",
                 "copying.py",
+                "exporting.py",
+                "backups.py",
+                "forgetting.py",
+                "redacting.py",
                 "guard.py",
                 "preflight.py",
                 "supervisor.py",
                 "catalogue.py",
+                "proving.py",
+                "heads.py",
+                "verifying.py",
+                "signing.py",
                 "testing",
             ],
         ),
@@ -921,8 +934,9 @@ def test_the_reference_has_every_public_name() -> None:
 
 
 def test_the_reference_has_every_code_of_a_finding() -> None:
-    code = (PACKAGE / "engine" / "audit.py").read_text(encoding="utf-8")
-    codes = {"storage", *re.findall(r'self\.found\([^"]*?, "(\w+)"', code)}
+    files = ("engine/audit.py", "engine/audit_budgets.py", "verifying.py", "heads.py", "exporting.py")
+    code = "".join((PACKAGE / file).read_text(encoding="utf-8") for file in files)
+    codes = set(re.findall(r'(?:self\._?found|Finding)\([^"]*?, "(\w+)"', code))
     listed = section(PYTHON_API.read_text(encoding="utf-8"), "Finding").partition("`code` is one of")[2]
     assert set(re.findall(r"`(\w+)`", listed)) == codes
 
@@ -976,6 +990,7 @@ def rich(tmp_path: Path) -> Path:
         fill_by_others(ledger, clock)
         fill_by_forks(ledger)
         fill_by_workers(ledger, clock)
+        fill_by_forgetting(ledger)
         fill_by_sharing(ledger)
     with RunLedger("pipeline", path, **options) as pipeline:
         pipeline.step("one")(lambda given: given)
@@ -1035,6 +1050,15 @@ def fill(ledger: AgentRunLedger) -> None:
         step("exhausted", "fails", fails)
         with contextlib.suppress(LedgerError):
             ledger.create_run("exhausted", "exhausted")
+
+
+def fill_by_forgetting(ledger: AgentRunLedger) -> None:
+    """What is said of a run that has forgotten one step, and of one that has forgotten everything."""
+    for run_id in ("forgets one", "forgets all"):
+        with ledger.open_run("forgets", run_id) as run:
+            run.step("look", {"at": "this"}, lambda at: at)
+    ledger.forget("forgets one", 1, by="ann", reason="asked to")
+    ledger.forget("forgets all", everything=True)
 
 
 class Patient(LoopDetectorPolicy):

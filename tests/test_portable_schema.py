@@ -31,6 +31,7 @@ SEVERAL_RUNS = {
     "queues._FIRST": "workers claim in batches",
     "queues._TAKE_THESE": "workers claim in batches",
     "queues._FIND_TAKEN": "workers claim in batches, and an answer was lost",
+    "epochs._FREE": "nobody has any run in a database that was restored",
     "queues._FREE_DEAD": "dead owners' runs are claimed",
 }
 """Statements that write to several runs, and why they may."""
@@ -129,7 +130,9 @@ def problems_of_tables(script: str) -> list[str]:
         else:
             found += [f"{table.name} has a key {key}" for key in table.keys if key[0] != "run_id"]
     for statement in statements(script):
-        is_made = re.match(r"CREATE (TABLE|INDEX|UNIQUE INDEX|VIEW|FUNCTION|TRIGGER)|INSERT INTO meta", statement)
+        is_made = re.match(
+            r"CREATE (?:OR REPLACE )?(TABLE|INDEX|UNIQUE INDEX|VIEW|FUNCTION|TRIGGER)|INSERT INTO meta", statement
+        )
         if added := re.fullmatch(r"ALTER TABLE (\w+) ADD COLUMN (\w+) (DOUBLE PRECISION|\w+)(.*)", statement):
             if added[3] not in TYPES or re.search(r"PRIMARY KEY|UNIQUE", added[4]) or _NOT_SHARED.search(added[4]):
                 found.append(f"{added[1]}.{added[2]} is {added[3]}{added[4]}")
@@ -185,6 +188,10 @@ def _writes_to_several(sql: str) -> bool:
     return not (makes or re.search(r"\brun_id = %s", sql))
 
 
+OF_ITS_LOG = ("reading.LOG_END", "reading.IS_FLUSHED_TO")
+"""What a ledger that may only read asks before it gives a head: whether the server has flushed its log so far. One that may write syncs."""
+
+
 def running() -> Iterator[tuple[str, str]]:
     """Every statement that a running ledger sends, by its name. Migrating, `check` and `doctor` are not a running ledger."""
     for found in pkgutil.iter_modules(postgres.__path__):
@@ -230,7 +237,9 @@ def test_no_statement_of_a_running_ledger_uses_what_is_not_shared_or_writes_to_s
     found = dict(running())
     assert len(found) > 40
     assert set(SEVERAL_RUNS) <= set(found)
-    assert [problem for name, sql in found.items() for problem in problems_of_a_statement(name, sql)] == []
+    assert set(OF_ITS_LOG) <= set(found)
+    asked = [(name, sql) for name, sql in found.items() if name not in OF_ITS_LOG]
+    assert [problem for name, sql in asked for problem in problems_of_a_statement(name, sql)] == []
 
 
 def test_views_alone_call_the_functions_that_a_migration_makes() -> None:

@@ -14,7 +14,7 @@ import psycopg
 import pytest
 
 from agent_run_ledger import AgentRunLedger, RetryPolicy, StepFailed
-from agent_run_ledger.contract import QueueTerms, Store
+from agent_run_ledger.contract import Erasure, QueueTerms, Store, Tombstone
 from agent_run_ledger.errors import NotALedger, SchemaTooNew, StoreError, StoreReadOnly
 from agent_run_ledger.stores import open_store
 from agent_run_ledger.stores.clock import SystemClock
@@ -210,6 +210,14 @@ def test_a_role_with_the_rights_of_a_program_runs_the_ledger_and_cannot_rewrite_
         store = PostgresStore(as_program)
         the_whole_life_of_a_ledger(store)
         assert list(store.check()) == []
+        lease = store.create("kept", "a", 30.0, SECRET, [a_row(1, payload=b"{}", state="COMPLETED")], LISTING)
+        assert lease is not None
+        said, stone = a_row(2, "erased", state="COMPLETED"), Tombstone("kept", 1, b"", "", "", 0.0)
+        for refused in (
+            lambda: store.erase("kept", lease.token, [said], Erasure([(1, 1)])),
+            lambda: store.delete(stone, lease.token),
+        ):
+            assert "the role that owns the tables" in str(refuses(StoreError, refused))
         store.close()
         with psycopg.connect(as_program, autocommit=True) as connection:
             for view in ("agent_runs", "run_steps", "agent_step_journal"):
@@ -245,13 +253,12 @@ def make_ledger_of(version: int, dsn: str, **options: Any) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(migrating, "SCHEMA_VERSION", version)
         patch.setattr(migrating, "scripts", lambda: [each for each in scripts() if int(each[0][:4]) <= version])
-        patch.setattr(
-            migrating, "_RIGHTS", {right.replace(NEW_SINCE[version], ""): of for right, of in migrating._RIGHTS.items()}
-        )
+        rights = {right.replace(NEW_SINCE[version], ""): of for right, of in migrating._RIGHTS.items()}
+        patch.setattr(migrating, "_RIGHTS", rights)
         migrate(dsn, **options)
 
 
-NEW_SINCE = {1: ", deaths, deaths_after"}
+NEW_SINCE = {1: ", deaths, deaths_after", 2: ""}
 """The columns that a program may change and that came after a version."""
 
 
@@ -278,6 +285,9 @@ def test_an_older_ledger_is_refused_until_it_is_brought_up_to_date_and_goes_on_t
     assert store.head("old") is not None
     lease = store.claim("old", "b", 30.0)
     assert (lease.token, lease.deaths) == (8, 1)
+    with psycopg.connect(empty, autocommit=True) as connection:
+        has_triggers = connection.execute("SELECT count(*) > 0 FROM pg_trigger WHERE NOT tgisinternal").fetchone()
+        assert has_triggers == (options.get("triggers", True),), "it stays as it was made"
     the_whole_life_of_a_ledger(store)
     store.close()
 
@@ -351,6 +361,12 @@ def ended(store: PostgresStore) -> str:
     return "ended"
 
 
+SAID = b"""
+INSERT INTO entries (run_id, seq, kind, body, roots) VALUES (%s, %s, 'erased', '{"state":"COMPLETED"}', '')
+"""
+"""The entry behind which something may be erased."""
+
+
 def test_the_log_cannot_be_changed_by_its_owner_either(
     store: PostgresStore, owner: psycopg.Connection, ended: str
 ) -> None:
@@ -383,15 +399,24 @@ def test_the_log_cannot_be_changed_by_its_owner_either(
 def test_what_a_payload_was_can_be_erased_and_an_ended_run_buried(
     store: PostgresStore, owner: psycopg.Connection, ended: str
 ) -> None:
+    for statement in (
+        "UPDATE entries SET payload = NULL, digest = NULL, fingerprint = NULL, encoding = NULL WHERE run_id = 'ended' AND seq = 1",
+        "UPDATE payloads SET bytes = NULL",
+        "UPDATE secrets SET secret = NULL",
+        "DELETE FROM secrets",
+    ):
+        with pytest.raises(psycopg.IntegrityError):
+            owner.execute(statement.encode())
+    owner.execute(SAID, ["ended", 4])
     owner.execute(
         "UPDATE entries SET payload = NULL, digest = NULL, fingerprint = NULL, encoding = NULL WHERE run_id = 'ended' AND seq = 1"
     )
     owner.execute("UPDATE payloads SET bytes = NULL")
     owner.execute("UPDATE secrets SET secret = NULL")
-    assert [row.payload for row in store.read(ended)] == [None, None, None]
+    assert [row.payload for row in store.read(ended)] == [None] * 4
     assert (store.secret(ended), store.claim(ended, "a", 30.0).secret) == (b"", b"")
     assert list(store.check()) == []
-    owner.execute("INSERT INTO tombstones VALUES ('ended', 3, '', 'who', 'why', 1)")
+    owner.execute("INSERT INTO tombstones VALUES ('ended', 4, '', 'who', 'why', 1)")
     for table in ("entries", "payloads", "runs"):
         owner.execute(f"DELETE FROM {table} WHERE run_id = 'ended'".encode())
     assert (store.head(ended), store.read(ended)) == (None, [])
@@ -408,12 +433,13 @@ def test_a_payload_that_was_erased_may_come_again_with_a_later_entry(
     store: PostgresStore, owner: psycopg.Connection
 ) -> None:
     token = create(store, "r").token
-    rows = [a_row(2, payload=b"x" * 100_000), a_row(3, payload=b"x" * 100_000)]
+    rows = [a_row(2, payload=b"x" * 100_000), a_row(4, payload=b"x" * 100_000)]
     assert store.append("r", token, 0, rows[:1], synced=False)
+    owner.execute(SAID, ["r", 3])
     owner.execute("UPDATE payloads SET bytes = NULL")
     assert store.payload("r", 2) is None
     assert store.append("r", token, 0, rows[1:], synced=False)
-    assert store.payload("r", 2) == store.payload("r", 3) == b"x" * 100_000
+    assert store.payload("r", 2) == store.payload("r", 4) == b"x" * 100_000
 
 
 # --- check ------------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
@@ -20,6 +21,7 @@ from agent_run_ledger.errors import LeaseLost, RunOwned, StoreError, StoreReadOn
 from agent_run_ledger.stores.postgres import PostgresStore, queues
 from agent_run_ledger.stores.postgres.connections import MOST_CONNECTIONS, place_of
 from agent_run_ledger.stores.postgres.link import Link, timed
+from agent_run_ledger.stores.postgres.reading import last_written
 from agent_run_ledger.testing import StoreContract, a_row
 from agent_run_ledger.testing.stores.words import (
     LISTING,
@@ -642,3 +644,27 @@ def test_the_place_is_told_without_the_password() -> None:
     )
     error = refuses(StoreError, lambda: place_of("postgresql://ann:secret@[nonsense"))
     assert "secret" not in str(error)
+
+
+@pytest.mark.parametrize("read_only", [False, True])
+def test_what_is_synced_is_in_the_servers_log_on_its_disk(dsn: str, read_only: bool) -> None:
+    with closing(PostgresStore(dsn)) as store, closing(PostgresStore(dsn, read_only=read_only)) as syncing:
+        lease = create(store, "r")
+        with psycopg.connect(dsn, autocommit=True) as connection:
+            for seq in range(2, 12):
+                assert store.append("r", lease.token, 0, [a_row(seq)], synced=False)
+                (end,) = connection.execute("SELECT pg_current_wal_insert_lsn() - '0/0'::pg_lsn").fetchone() or (None,)
+                syncing.sync("r")
+                (flushed,) = connection.execute("SELECT pg_current_wal_flush_lsn() - '0/0'::pg_lsn").fetchone() or (
+                    None,
+                )
+                assert flushed >= last_written(int(end), 8192, 16 * 1024 * 1024)
+
+
+def test_a_log_that_ends_with_a_page_is_flushed_at_the_end_of_that_page() -> None:
+    segment = 16 * 1024 * 1024
+    assert last_written(8192 + 24, 8192, segment) == 8192
+    assert last_written(8192 + 32, 8192, segment) == 8192 + 32
+    assert last_written(8192 + 40, 8192, segment) == 8192 + 40
+    assert last_written(segment + 40, 8192, segment) == segment
+    assert last_written(segment + 24, 8192, segment) == segment + 24

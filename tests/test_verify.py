@@ -81,6 +81,21 @@ def test_an_empty_ledger_has_no_finding(tmp_path: Path) -> None:
         assert bench.open().verify() == VerificationReport(ok=True, findings=[], entries=0, runs=0)
 
 
+def test_each_finding_is_told_as_soon_as_it_is_made_and_the_rest_is_looked_at_all_the_same(tmp_path: Path) -> None:
+    with Bench("sqlite", tmp_path) as bench:
+        every_kind_of_entry(bench)
+        tamper(bench, "UPDATE entries SET payload = CAST('7' AS BLOB) WHERE seq = 2 AND payload IS NOT NULL")
+        heard: list[Any] = []
+        with AgentRunLedger(bench.path, clock=bench.clock) as ledger:
+            report = ledger.verify(told=heard.append, found=heard.append)
+        assert [each for each in heard if isinstance(each, Finding)] == report.findings
+        assert isinstance(heard[0], Finding), "before the first run is done"
+        assert heard[-1] == report.entries
+        assert len({finding.run_id for finding in report.findings}) > 3
+        digests = [finding for finding in report.findings if finding.code == "digest"]
+        assert all(len(each.expected or "") == len(each.found or "") == 64 for each in digests)
+
+
 # --- tampering --------------------------------------------------------------------------------------------------------
 
 
@@ -575,14 +590,15 @@ def test_what_a_fork_carried_over_is_held_to_the_fork(tmp_path: Path, said: dict
         assert found & codes
 
 
-def test_an_erased_payload_is_no_finding(bench: Bench) -> None:
-    with raw(bench.path) as connection:
+def test_an_erased_payload_is_a_finding_unless_an_entry_says_so(bench: Bench) -> None:
+    bench.open().forget(RUN, 1)
+    assert findings(bench) == []
+    with raw(bench.path, without_triggers=True) as connection:
         connection.execute(
             "UPDATE entries SET payload = NULL, digest = NULL, fingerprint = NULL, encoding = NULL WHERE run_id = ?",
             (RUN,),
         )
-        connection.execute("UPDATE payloads SET bytes = NULL WHERE run_id = ?", (RUN,))
-    assert findings(bench) == []
+    assert {finding.code for finding in findings(bench)} >= {"erased"}
 
 
 # --- a bad row hurts nobody else --------------------------------------------------------------------------------------

@@ -8,24 +8,34 @@ __version__ = "0.1.0"
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from agent_run_ledger.catalogue import GenaiPrices as GenaiPrices
+    from agent_run_ledger.checkpoints import ConsistencyProof as ConsistencyProof
+    from agent_run_ledger.checkpoints import InclusionProof as InclusionProof
+    from agent_run_ledger.checkpoints import TreeHead as TreeHead
     from agent_run_ledger.drivers.context import StepContext as StepContext
     from agent_run_ledger.drivers.context import current_step as current_step
     from agent_run_ledger.errors import ApprovalDenied as ApprovalDenied
     from agent_run_ledger.errors import ApprovalMismatch as ApprovalMismatch
     from agent_run_ledger.errors import AttemptsExhausted as AttemptsExhausted
+    from agent_run_ledger.errors import BackupRefused as BackupRefused
+    from agent_run_ledger.errors import BadBundle as BadBundle
+    from agent_run_ledger.errors import BadNote as BadNote
     from agent_run_ledger.errors import BudgetExceededException as BudgetExceededException
     from agent_run_ledger.errors import CallBlocked as CallBlocked
     from agent_run_ledger.errors import CopyRefused as CopyRefused
     from agent_run_ledger.errors import EffectConflict as EffectConflict
+    from agent_run_ledger.errors import HeadRefused as HeadRefused
     from agent_run_ledger.errors import IllegalTransition as IllegalTransition
     from agent_run_ledger.errors import IntentDrift as IntentDrift
     from agent_run_ledger.errors import InvalidArguments as InvalidArguments
     from agent_run_ledger.errors import InvalidName as InvalidName
     from agent_run_ledger.errors import InvalidPipeline as InvalidPipeline
+    from agent_run_ledger.errors import InvalidPrivateList as InvalidPrivateList
+    from agent_run_ledger.errors import KeyUnavailable as KeyUnavailable
     from agent_run_ledger.errors import LeaseLost as LeaseLost
     from agent_run_ledger.errors import LedgerError as LedgerError
     from agent_run_ledger.errors import NotALedger as NotALedger
     from agent_run_ledger.errors import NotDurableWarning as NotDurableWarning
+    from agent_run_ledger.errors import PayloadErased as PayloadErased
     from agent_run_ledger.errors import PayloadTooLarge as PayloadTooLarge
     from agent_run_ledger.errors import PlainDataWarning as PlainDataWarning
     from agent_run_ledger.errors import ProgramEnded as ProgramEnded
@@ -35,6 +45,7 @@ if TYPE_CHECKING:
     from agent_run_ledger.errors import RunawayLoopDetectedException as RunawayLoopDetectedException
     from agent_run_ledger.errors import RunawayLoopException as RunawayLoopException
     from agent_run_ledger.errors import RunClosed as RunClosed
+    from agent_run_ledger.errors import RunDeleted as RunDeleted
     from agent_run_ledger.errors import RunInputMismatch as RunInputMismatch
     from agent_run_ledger.errors import RunMoved as RunMoved
     from agent_run_ledger.errors import RunNotEnded as RunNotEnded
@@ -55,15 +66,18 @@ if TYPE_CHECKING:
     from agent_run_ledger.errors import UnserialisableArguments as UnserialisableArguments
     from agent_run_ledger.errors import UnserialisableOutput as UnserialisableOutput
     from agent_run_ledger.errors import WaitTimeout as WaitTimeout
+    from agent_run_ledger.exporting import verify_bundle as verify_bundle
     from agent_run_ledger.fleet.handle import Handle as Handle
     from agent_run_ledger.fleet.worker import Worker as Worker
     from agent_run_ledger.guard import forge_or_sentinel_guard as forge_or_sentinel_guard
+    from agent_run_ledger.heads import HeadLog as HeadLog
     from agent_run_ledger.ledger import AgentRunLedger as AgentRunLedger
     from agent_run_ledger.ledger import compute_fingerprint as compute_fingerprint
     from agent_run_ledger.model import Approval as Approval
     from agent_run_ledger.model import ApprovalRequest as ApprovalRequest
     from agent_run_ledger.model import BlockedCall as BlockedCall
     from agent_run_ledger.model import Budget as Budget
+    from agent_run_ledger.model import Collected as Collected
     from agent_run_ledger.model import CopiedRun as CopiedRun
     from agent_run_ledger.model import Cost as Cost
     from agent_run_ledger.model import Effect as Effect
@@ -71,11 +85,14 @@ if TYPE_CHECKING:
     from agent_run_ledger.model import Evidence as Evidence
     from agent_run_ledger.model import Explanation as Explanation
     from agent_run_ledger.model import Finding as Finding
+    from agent_run_ledger.model import Forgotten as Forgotten
     from agent_run_ledger.model import MayRepeat as MayRepeat
     from agent_run_ledger.model import Notice as Notice
     from agent_run_ledger.model import PlannedAction as PlannedAction
     from agent_run_ledger.model import Receipt as Receipt
+    from agent_run_ledger.model import RestoredLedger as RestoredLedger
     from agent_run_ledger.model import RetryPolicy as RetryPolicy
+    from agent_run_ledger.model import Rewrapped as Rewrapped
     from agent_run_ledger.model import RunRecord as RunRecord
     from agent_run_ledger.model import RunState as RunState
     from agent_run_ledger.model import SharedBudget as SharedBudget
@@ -85,7 +102,6 @@ if TYPE_CHECKING:
     from agent_run_ledger.model import StepState as StepState
     from agent_run_ledger.model import StuckRun as StuckRun
     from agent_run_ledger.model import TraceLine as TraceLine
-    from agent_run_ledger.model import TreeHead as TreeHead
     from agent_run_ledger.model import Verdict as Verdict
     from agent_run_ledger.model import VerificationReport as VerificationReport
     from agent_run_ledger.model import WorkerRecord as WorkerRecord
@@ -94,12 +110,16 @@ if TYPE_CHECKING:
     from agent_run_ledger.prices import Price as Price
     from agent_run_ledger.prices import PriceBook as PriceBook
     from agent_run_ledger.prices import Prices as Prices
+    from agent_run_ledger.redacting import redacted as redacted
     from agent_run_ledger.rules.budget import shared_budget as shared_budget
     from agent_run_ledger.rules.canonical import register_type as register_type
     from agent_run_ledger.rules.loops import LoopDetectorPolicy as LoopDetectorPolicy
     from agent_run_ledger.rules.names import sanitize_identifier as sanitize_identifier
     from agent_run_ledger.run import Run as Run
     from agent_run_ledger.run import current_run as current_run
+    from agent_run_ledger.signing import Signer as Signer
+    from agent_run_ledger.signing import Verifier as Verifier
+    from agent_run_ledger.stores.encryption import Encryption as Encryption
     from agent_run_ledger.usage import Usage as Usage
 else:
     _HOMES = {
@@ -113,6 +133,8 @@ else:
         "ApprovalDenied": "errors",
         "Receipt": "model",
         "TraceLine": "model",
+        "Forgotten": "model",
+        "Collected": "model",
         "CopiedRun": "model",
         "PlannedAction": "model",
         "ApprovalRequest": "model",
@@ -120,6 +142,7 @@ else:
         "StepContext": "drivers.context",
         "current_step": "drivers.context",
         "AttemptsExhausted": "errors",
+        "BackupRefused": "errors",
         "BudgetExceededException": "errors",
         "CallBlocked": "errors",
         "CopyRefused": "errors",
@@ -129,10 +152,13 @@ else:
         "InvalidArguments": "errors",
         "InvalidName": "errors",
         "InvalidPipeline": "errors",
+        "InvalidPrivateList": "errors",
+        "KeyUnavailable": "errors",
         "LeaseLost": "errors",
         "LedgerError": "errors",
         "NotALedger": "errors",
         "NotDurableWarning": "errors",
+        "PayloadErased": "errors",
         "PayloadTooLarge": "errors",
         "PlainDataWarning": "errors",
         "ProgramEnded": "errors",
@@ -140,6 +166,7 @@ else:
         "ReplayDivergence": "errors",
         "ReplayStalledWarning": "errors",
         "RunClosed": "errors",
+        "RunDeleted": "errors",
         "RunInputMismatch": "errors",
         "RunMoved": "errors",
         "RunNotFound": "errors",
@@ -169,6 +196,7 @@ else:
         "Spending": "model",
         "Explanation": "model",
         "Evidence": "model",
+        "Encryption": "stores.encryption",
         "Cost": "model",
         "BlockedCall": "model",
         "MayRepeat": "model",
@@ -176,16 +204,28 @@ else:
         "Effect": "model",
         "Event": "model",
         "Finding": "model",
+        "RestoredLedger": "model",
         "RetryPolicy": "model",
         "RunRecord": "model",
         "RunState": "model",
+        "Rewrapped": "model",
         "StepRecord": "model",
         "StepState": "model",
-        "TreeHead": "model",
+        "TreeHead": "checkpoints",
+        "InclusionProof": "checkpoints",
+        "ConsistencyProof": "checkpoints",
+        "BadBundle": "errors",
+        "BadNote": "errors",
+        "verify_bundle": "exporting",
+        "HeadRefused": "errors",
+        "HeadLog": "heads",
+        "Signer": "signing",
+        "Verifier": "signing",
         "Verdict": "model",
         "VerificationReport": "model",
         "RunLedger": "pipeline",
         "Step": "pipeline",
+        "redacted": "redacting",
         "shared_budget": "rules.budget",
         "register_type": "rules.canonical",
         "LoopDetectorPolicy": "rules.loops",
@@ -219,12 +259,19 @@ __all__ = [
     "ApprovalMismatch",
     "ApprovalRequest",
     "AttemptsExhausted",
+    "BackupRefused",
     "BlockedCall",
+    "BadBundle",
+    "BadNote",
     "Budget",
     "BudgetExceededException",
     "CallBlocked",
+    "ConsistencyProof",
+    "Forgotten",
+    "Collected",
     "CopiedRun",
     "CopyRefused",
+    "Encryption",
     "Cost",
     "Effect",
     "EffectConflict",
@@ -234,11 +281,16 @@ __all__ = [
     "Finding",
     "GenaiPrices",
     "Handle",
+    "HeadLog",
+    "HeadRefused",
     "IllegalTransition",
+    "InclusionProof",
     "IntentDrift",
     "InvalidArguments",
     "InvalidName",
     "InvalidPipeline",
+    "InvalidPrivateList",
+    "KeyUnavailable",
     "LeaseLost",
     "LedgerError",
     "LoopDetectorPolicy",
@@ -246,6 +298,7 @@ __all__ = [
     "NotALedger",
     "NotDurableWarning",
     "Notice",
+    "PayloadErased",
     "PayloadTooLarge",
     "PlainDataWarning",
     "PlannedAction",
@@ -257,9 +310,11 @@ __all__ = [
     "Reentered",
     "ReplayDivergence",
     "ReplayStalledWarning",
+    "RestoredLedger",
     "RetryPolicy",
     "Run",
     "RunClosed",
+    "RunDeleted",
     "RunInputMismatch",
     "RunLedger",
     "RunMoved",
@@ -273,12 +328,14 @@ __all__ = [
     "SchemaTooNew",
     "SharedBudget",
     "SharedLimits",
+    "Signer",
     "Spending",
     "Step",
     "StepCancelled",
     "StepContext",
     "StepFailed",
     "StepInDoubt",
+    "Rewrapped",
     "StepRecord",
     "StepState",
     "StoreBusy",
@@ -297,6 +354,7 @@ __all__ = [
     "Usage",
     "Verdict",
     "VerificationReport",
+    "Verifier",
     "WaitTimeout",
     "Worker",
     "WorkerRecord",
@@ -304,7 +362,9 @@ __all__ = [
     "current_run",
     "current_step",
     "forge_or_sentinel_guard",
+    "redacted",
     "register_type",
     "sanitize_identifier",
     "shared_budget",
+    "verify_bundle",
 ]

@@ -58,7 +58,10 @@ class Registered:
                 where = (
                     name if misfit[0] in ".[" else f"{name}: "
                 )  # a path into the value, or nothing but what is wrong
-                raise InvalidArguments(f"{self.name!r}: argument {where}{misfit}; nothing was dispatched")
+                from agent_run_ledger.rules.redaction import Redactor  # only who has gone wrong needs it
+
+                said = Redactor().text(misfit)
+                raise InvalidArguments(f"{self.name!r}: argument {where}{said}; nothing was dispatched")
         return given
 
 
@@ -173,9 +176,9 @@ class Agent(Registered):
         """Its function, as the program of this run."""
         return self.function(**arguments, **dict.fromkeys(self.asks_run, run))
 
-    def result(self, payload: bytes | None) -> Any:
+    def result(self, payload: bytes) -> Any:
         """What the run returned, built as it is declared."""
-        return canonical.rebuild(self.returns, canonical.decode(payload)) if payload is not None else None
+        return canonical.rebuild(self.returns, canonical.decode(payload))
 
     def child(self, place: Place, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """Its call inside another agent: a step there, a run of its own here, which an attempt after a crash goes on with."""
@@ -276,7 +279,7 @@ def run_to_its_end(ledger: Ledger, start: Start) -> Any:
     try:
         agent.apply(held)
         if held.history.state is RunState.COMPLETED:
-            return agent.result(held.history.result)
+            return agent.result(runs.result_of(held.history))
         held.suspends, held.is_worked = start.suspends, start.is_worked
         if held.history.is_in_doubt and not held.history.state.is_terminal:
             settle(ledger, held, ledger._tools)
@@ -310,7 +313,7 @@ async def abegin(ledger: Ledger, start: Start) -> Any:
     try:
         agent.apply(held)
         if held.history.state is RunState.COMPLETED:
-            return agent.result(held.history.result)
+            return agent.result(runs.result_of(held.history))
         held.suspends, held.is_worked = start.suspends, start.is_worked
         if held.history.is_in_doubt and not held.history.state.is_terminal:
             await asettle(ledger, held, ledger._tools)

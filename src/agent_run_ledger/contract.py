@@ -13,6 +13,22 @@ if TYPE_CHECKING:
     from agent_run_ledger.errors import LedgerError
 
 
+SECRET_BYTES = 32
+"""The length of a run's secret. What is kept in its place and is longer is sealed under a key that somebody else keeps."""
+SEALED = b"ARLK\x01"
+"""What a sealed secret begins with; then come the length of its key's id in one byte, that id, and what was sealed."""
+AES_GCM = "aes-256-gcm"
+"""The encoding of what is kept encrypted: `Row.encoding`."""
+
+
+def sealed_under(secret: bytes) -> str | None:
+    """The id of the key under which a run's secret is sealed; None where it is plain, or where a file holds something else in its place."""
+    if type(secret) is not bytes or len(secret) <= SECRET_BYTES or not secret.startswith(SEALED):
+        return None
+    begin = len(SEALED) + 1
+    return secret[begin : begin + secret[begin - 1]].decode(errors="replace")
+
+
 class Clock(Protocol):
     """The three times a ledger needs. `testing.FakeClock` is one that a test can move."""
 
@@ -154,6 +170,26 @@ class Summary(NamedTuple):
     last: Row
 
 
+class Erasure(NamedTuple):
+    """What is to be erased of an ended run, by the numbers of its entries and of the requests in its inbox, each from first to last."""
+
+    entries: Sequence[tuple[int, int]]
+    requests: Sequence[tuple[int, int]] = ()
+    secret: bool = False
+    """Whether the run's secret goes, too."""
+
+
+class Tombstone(NamedTuple):
+    """What is left of a deleted run: how long its log was, its root, who deleted it, why, and when (Unix seconds)."""
+
+    run_id: str
+    size: int
+    root: bytes
+    who: str
+    why: str
+    at: float
+
+
 class Queues(Protocol):
     """How workers find runs. A run of a queue is *due* at a time of the store's clock, or not before a request comes.
 
@@ -291,11 +327,20 @@ class Store(Queues, Protocol):
     def payload(self, run_id: str, seq: int) -> bytes | None:
         """The payload of one entry, as `read` gives it whole; None where there is none, it was erased, or there is no such entry."""
 
+    def roots(self, run_id: str, seqs: Sequence[int]) -> dict[int, bytes]:
+        """The `roots` of these entries of a run, by seq, and nothing else of them, in one look; without those that are not there."""
+
+    def sync(self, run_id: str) -> None:
+        """Return when what stands in the run by now is on stable storage, whoever wrote it and however; also where nothing may be written."""
+
     def head(self, run_id: str) -> Head | None:
         """The run's head, or None where there is no such run."""
 
     def secret(self, run_id: str) -> bytes:
-        """The run's secret; empty where it was erased."""
+        """The run's secret as it was given; empty where it was erased."""
+
+    def reseal(self, run_id: str, sealed: bytes, anew: bytes) -> bool:
+        """Put `anew` in the place of a run's sealed secret, on stable storage. False where another one stands there, or a plain one."""
 
     def summaries(self, run_id: str | None = None) -> Iterator[Summary]:
         """One summary per run, oldest first; of one run where `run_id` is given. Reads in pages, holds no transaction in between."""
@@ -311,6 +356,28 @@ class Store(Queues, Protocol):
 
     def annotate(self, run_id: str, token: int, note: str | None) -> None:
         """Set the head's note, where the token is the run's."""
+
+    def erase(self, run_id: str, token: int, rows: Sequence[Row], erasure: Erasure) -> None:
+        """Append these rows, which say so, and erase what `erasure` names, in one transaction, on stable storage.
+
+        Payloads go with their digests, fingerprints and encodings; what another entry of the run shares stays that one's. Requests lose
+        what was asked, which is `{}` then, and who asked. Raises `LeaseLost` where the token is old. May be called again as it was.
+        """
+
+    def delete(self, tombstone: Tombstone, token: int) -> None:
+        """Leave nothing of an ended run but its tombstone, in one transaction, on stable storage. Its id is never used again.
+
+        Raises `LeaseLost` where the token is old, and a `StoreError` where the run has not ended or has another size.
+        """
+
+    def tombstone(self, run_id: str) -> Tombstone | None:
+        """What is left of a run that was deleted; None where none of that id was."""
+
+    def scrub(self) -> list[str]:
+        """Take what was erased or deleted out of the storage for good, and say what may still hold it, one sentence each.
+
+        May rewrite the whole storage, which keeps writers waiting meanwhile.
+        """
 
     def check(self) -> Iterable[str]:
         """What the storage itself knows to be wrong with it, one sentence each; nothing where it is sound."""

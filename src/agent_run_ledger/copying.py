@@ -12,9 +12,10 @@ from agent_run_ledger.contract import Head, Row, Store
 from agent_run_ledger.drivers import reading
 from agent_run_ledger.drivers.leases import HeldRun
 from agent_run_ledger.engine import audit, waits
+from agent_run_ledger.engine.erasing import says_erased
 from agent_run_ledger.engine.history import parse
-from agent_run_ledger.errors import CopyRefused, RunMoved, RunNotFound, RunOwned, StoreError, StoreUnavailable
-from agent_run_ledger.model import CopiedRun, RunState
+from agent_run_ledger.errors import CopyRefused, RunMoved, RunOwned, StoreError, StoreUnavailable
+from agent_run_ledger.model import CopiedRun, Finding, RunState
 from agent_run_ledger.rules.names import child_of
 
 if TYPE_CHECKING:
@@ -100,7 +101,7 @@ class Copying:
         """Claim a run and, if they are wanted, those that its program has begun."""
         head = self._source.head(run_id)
         if head is None:
-            raise RunNotFound(run_id)
+            raise reading.absent(self._source, run_id)
         held = self._ledger._leases.run(run_id)
         was_held = held.is_held
         if head.moved_to is None:
@@ -188,6 +189,8 @@ class Copying:
                 return number - 1
             if ours is None and not member.is_ended and not comes_back:
                 continue  # it went on there
+            if says_erased(ours) and says_erased(theirs):
+                continue  # it has ended, and each side may forget what it likes
             # A payload may have been erased on one side: the body names it.
             if ours is None or theirs is None or ours[:6] != theirs[:6]:
                 raise self._refusal(run_id, f"another run of this id stands there; they differ at entry {number}.")
@@ -196,11 +199,12 @@ class Copying:
     def _audit(self, member: _Member) -> None:
         """Read the whole run once: what is damaged is not carried on."""
         run_id = member.run_id
-        auditor = audit.Audit(run_id, self._source.secret(run_id))
+        findings: list[Finding] = []
+        auditor = audit.Audit(run_id, self._source.secret(run_id), findings.append)
         for row in self._whole(run_id, 0):
             auditor.take(row)
             self._say("checked", run_id, auditor.leaves)
-        findings = auditor.end(self._source.head(run_id), self._source.inbox(run_id, 0))
+        auditor.end(self._source.head(run_id), self._source.inbox(run_id, 0))
         if findings:
             raise self._refusal(run_id, f"it is damaged: {findings[0].message}. `verify` says more.")
         member.size = auditor.leaves
@@ -237,7 +241,10 @@ class Copying:
             raise
         if not is_written:
             self._take_back()
-            raise self._refusal(run_id, "a run of this id was just made there.")
+            was_deleted = self._target.tombstone(run_id) is not None
+            raise self._refusal(
+                run_id, f"a run of this id {'existed and was deleted' if was_deleted else 'was just made'} there."
+            )
 
     def _take_back(self) -> None:
         """Let everything go on at the source, where nothing of it has come to the target."""

@@ -20,6 +20,41 @@ class RunNotFound(LedgerError, ValueError):
         self.run_id = run_id
 
 
+class RunDeleted(RunNotFound):
+    """The run was deleted, and its tombstone says by whom, when and why. Nothing was written. Its id is not used again: take another one.
+
+    ``size`` and ``root`` are those of its log, for whoever has kept a head of it.
+    """
+
+    def __init__(self, run_id: str, size: int, root: bytes, who: str, why: str, at: float) -> None:
+        LedgerError.__init__(
+            self,
+            f"run {run_id!r} was deleted by {who!r} at {at:.0f} (Unix time), with its {size} entries: {why or 'no reason is given'}. "
+            "Nothing was written; its id is not used again: take another one.",
+        )
+        self.run_id = run_id
+        self.size = size
+        self.root = root
+        self.who = who
+        self.why = why
+        self.at = at
+
+
+class PayloadErased(LedgerError):
+    """What is asked for was erased, so it can be neither read nor replayed. Nothing was written.
+
+    `agent-run-ledger trace RUN` says who erased it and why. A call that needs it is to be made in a new run.
+    """
+
+    def __init__(self, run_id: str, what: str) -> None:
+        super().__init__(
+            f"run {run_id!r}: {what} was erased, so it can be neither read nor replayed; nothing was written. `agent-run-ledger trace` says "
+            "who erased it and why. Start a new run for what is to be done again."
+        )
+        self.run_id = run_id
+        self.what = what
+
+
 class RunClosed(LedgerError, RuntimeError):
     """The run has ended or is quarantined: it takes no further step. Nothing was dispatched and nothing was written."""
 
@@ -147,10 +182,20 @@ class ReplayDivergence(LedgerError):
 
 
 class IntentDrift(ReplayDivergence):
-    """The divergent position is in doubt: the recorded call may have been made, and the program now asks for another."""
+    """The divergent position is in doubt: the recorded call may have been made, and the program now asks for another.
+
+    ``stored_arguments`` are those of the recorded call, exactly; the message shows them without secrets.
+    """
 
     def __init__(
-        self, run_id: str, position: str, recorded: str, asked: str, path: str | None, stored_arguments: str
+        self,
+        run_id: str,
+        position: str,
+        recorded: str,
+        asked: str,
+        path: str | None,
+        stored_arguments: str,
+        shown: str | None = None,
     ) -> None:
         super().__init__(
             run_id,
@@ -158,7 +203,7 @@ class IntentDrift(ReplayDivergence):
             recorded,
             asked,
             path,
-            f" The recorded call is in doubt: it was dispatched with {stored_arguments} and its outcome is not known. "
+            f" The recorded call is in doubt: it was dispatched with {stored_arguments if shown is None else shown} and its outcome is not known. "
             "Go on with exactly that call, or cancel the run.",
         )
         self.stored_arguments = stored_arguments
@@ -412,6 +457,62 @@ class PayloadTooLarge(LedgerError, ValueError):
         self.limit = limit
 
 
+# --- heads and signatures ---------------------------------------------------------------------------------------------
+
+
+class BadNote(LedgerError, ValueError):
+    """A text is no tree head, no signed note or no key, or is not signed by the key that it should be signed by. It proves nothing.
+
+    ``why`` says what is wrong with it.
+    """
+
+    def __init__(self, why: str, text: str = "") -> None:
+        is_secret = "PRIVATE" in text  # a private key, given where another text belongs
+        begins = f" (it begins {text[:60]!r})" if text and not is_secret else ""
+        super().__init__(
+            f"this proves nothing: {why}{begins}. Check that it is the text as it was written, and the right key."
+        )
+        self.why = why
+
+
+class BadBundle(LedgerError, ValueError):
+    """A file is no bundle of a run, or not a whole one, or one of a newer format. Nothing was taken out of it.
+
+    ``line`` is the number of its line that is wrong, from 1, and ``why`` says what is wrong with it.
+    """
+
+    def __init__(self, path: str, line: int, why: str) -> None:
+        super().__init__(
+            f"{path}, line {line}: {why}. This is no whole bundle of a run, and nothing was taken out of it; get the file anew."
+        )
+        self.path = path
+        self.line = line
+        self.why = why
+
+
+class HeadRefused(LedgerError, RuntimeError):
+    """The signer has signed another past of this run: its head is not signed, and nothing was written. Somebody changed the ledger.
+
+    Keep the database and the log of heads as they are, and look with ``verify --against``. ``why`` says in what the two differ.
+    """
+
+    def __init__(self, run_id: str, why: str) -> None:
+        super().__init__(
+            f"the head of run {run_id!r} was not signed: {why}. Nothing was written. Keep the database and the log of heads as they are; "
+            "`agent-run-ledger verify --against` says what differs. A ledger that was restored needs a new log."
+        )
+        self.run_id = run_id
+        self.why = why
+
+
+class InvalidPrivateList(LedgerError, ValueError):
+    """The list of what is private, which `$AGENT_RUN_LEDGER_PRIVATE` names, cannot be used. Nothing is shown without it."""
+
+    def __init__(self, path: str, why: str) -> None:
+        super().__init__(f"the private list {path!r} cannot be used, and nothing is shown without it: {why}")
+        self.path = path
+
+
 # --- stores -----------------------------------------------------------------------------------------------------------
 
 
@@ -425,6 +526,22 @@ class SchemaTooNew(StoreError):
 
 class NotALedger(StoreError):
     """The file is not a ledger of this library. It was not changed. Check the path."""
+
+
+class KeyUnavailable(StoreError):
+    """What the run has kept is encrypted, and its key is not here. Nothing was written. Open the ledger with `encryption=` that has the key.
+
+    Without it `runs` lists the run, and `verify` checks all but what is encrypted.
+    """
+
+    def __init__(self, run_id: str, key_id: str | None, why: str = "the ledger was opened without encryption=") -> None:
+        which = f"under the key {key_id!r}" if key_id is not None else "under a key of unknown name"
+        super().__init__(
+            f"run {run_id!r} is encrypted {which}, which is not here ({why}); nothing was written. Open the ledger with the encryption= "
+            "that has it (on the command line: --keys MODULE:NAME)."
+        )
+        self.run_id = run_id
+        self.key_id = key_id
 
 
 class StoreCorrupt(StoreError):
@@ -441,6 +558,10 @@ class StoreFull(StoreError):
 
 class StoreBusy(StoreError):
     """Another process kept the database locked for longer than the busy timeout. Nothing was written. Call again."""
+
+
+class BackupRefused(StoreError):
+    """A backup was not made, or not restored, as it was asked for: something stands there, or the copy does not verify. Nothing was replaced."""
 
 
 class StoreUnavailable(StoreError):

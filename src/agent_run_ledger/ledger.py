@@ -7,28 +7,30 @@ import os
 import socket
 import threading
 import weakref
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, Unpack
 
+from agent_run_ledger import proving
 from agent_run_ledger.agents import Agent, Registered, Start, Tool, abegin, as_agent, as_tool, run_to_its_end
-from agent_run_ledger.contract import Clock, Store, Summary
+from agent_run_ledger.checkpoints import ConsistencyProof, InclusionProof, TreeHead
+from agent_run_ledger.contract import Clock, Row, Store, Summary
 from agent_run_ledger.drivers import reading
 from agent_run_ledger.drivers.leases import POLL_SECONDS, HeldRun, Leases
 from agent_run_ledger.drivers.sync import SyncDriver
-from agent_run_ledger.engine import audit, damage, records, requests, runs, sharing
+from agent_run_ledger.engine import damage, erasing, records, requests, runs, sharing
 from agent_run_ledger.engine.call import StepOptions, declared
 from agent_run_ledger.engine.log import Draft
 from agent_run_ledger.errors import (
     InvalidArguments,
     InvalidName,
+    KeyUnavailable,
     LeaseLost,
     NotDurableWarning,
     RunClosed,
     RunInputMismatch,
-    RunNotFound,
     RunOwned,
     StepInDoubt,
     StoreCorrupt,
@@ -43,13 +45,13 @@ from agent_run_ledger.model import (
     Diagnosis,
     Finding,
     Inspection,
+    RestoredLedger,
     RetryPolicy,
     RunRecord,
     RunState,
     ServerDiagnosis,
     SharedBudget,
     StepRecord,
-    TreeHead,
     VerificationReport,
 )
 from agent_run_ledger.operator import Operator
@@ -67,7 +69,10 @@ if TYPE_CHECKING:
     from decimal import Decimal
 
     from agent_run_ledger.drivers.asynchronous import AsyncDriver
+    from agent_run_ledger.heads import Against, Emitting, HeadLog
     from agent_run_ledger.prices import Prices
+    from agent_run_ledger.signing import Signer
+    from agent_run_ledger.stores.encryption import Encryption
 
 Durability = Literal["full", "process"]
 
@@ -141,6 +146,8 @@ class Ledger(Operator):
         payload_limit: int,
         min_free_bytes: int | None,
         outage_seconds: float,
+        heads: HeadLog | None,
+        encryption: Encryption | None,
         clock: Clock | None,
     ) -> None:
         if durability not in ("full", "process"):
@@ -166,6 +173,8 @@ class Ledger(Operator):
             raise TypeError(f"policy is a LoopDetectorPolicy, not {policy!r}")
         if not isinstance(db_path, str | os.PathLike) and not hasattr(db_path, "append"):
             raise TypeError(f"db_path is a path, ':memory:' or a store, not {db_path!r}")
+        if heads is not None and not hasattr(heads, "add"):
+            raise TypeError(f"heads is a HeadLog, not {heads!r}")
         if isinstance(db_path, str) and "\0" in db_path:
             raise ValueError(f"db_path {db_path!r} holds a NUL character, which no file name has")
         label = check_name("owner", owner) if owner is not None else f"{socket.gethostname()}-{os.getpid()}"
@@ -183,6 +192,9 @@ class Ledger(Operator):
         if clock is None and self._store.is_remote:
             # Timers, and what is written down, are by one clock for all who share the store, whatever their machines say.
             self._clock = getattr(self._store, "clock", self._clock)
+        self._encryption = encryption
+        if encryption is not None:
+            self._store = _encrypted(self._store, encryption)
         self._outage_seconds = outage_seconds
         self._durability = durability
         self._min_free = _min_free(min_free_bytes)
@@ -202,6 +214,7 @@ class Ledger(Operator):
             self._shared,
         )
         self._tools: dict[str, Tool] = {}
+        self._head_log = heads
         self._stand_on(self._store, self._clock)
 
     def _stand_on(self, store: Store, clock: Clock) -> None:
@@ -211,6 +224,12 @@ class Ledger(Operator):
         self._driver = SyncDriver(store, clock, self._leases, self._durability)
         if self._min_free and (path := getattr(store, "path", None)) is not None:
             self._leases.room = Room(os.path.dirname(os.path.abspath(path)), self._min_free)
+        self._emitting: Emitting | None = None
+        if self._head_log is not None:
+            from agent_run_ledger.heads import Emitting
+
+            self._emitting = Emitting(self, self._head_log)
+            self._leases.saw = self._emitting.saw
         self._is_beside = False
         """Whether the store is another ledger's to close."""
         self._async_driver: AsyncDriver | None = None
@@ -221,6 +240,7 @@ class Ledger(Operator):
         """This ledger as a process of its own would open it on another store: it shares what is registered and declared, and no run."""
         other = copy.copy(self)
         other._durability = durability
+        other._head_log = None
         other._stand_on(store, clock)
         return other
 
@@ -247,6 +267,8 @@ class Ledger(Operator):
         _open.discard(self)
         if self._async_driver is not None:
             self._async_driver.close()
+        if self._emitting is not None:
+            self._emitting.close()
         self._driver.close(keeps_store=self._is_beside)
 
     @property
@@ -264,8 +286,12 @@ class Ledger(Operator):
     # --- looking ------------------------------------------------------------------------------------------------------
 
     def get_run(self, run_id: str) -> RunRecord:
-        """The run as it stands. Raises `RunNotFound`."""
-        return self._record(self._summary(run_id))
+        """The run as it stands. Raises `RunNotFound`, and `KeyUnavailable` where it is encrypted and its key is not here."""
+        summary = self._summary(run_id)
+        if summary.first.encoding is not None or summary.last.encoding is not None:
+            reading.opened(self._store, run_id)
+            self._store.read(run_id)  # which is damaged, then
+        return self._record(summary)
 
     def runs(self, status: str | None = None) -> list[RunRecord]:
         """All runs, oldest first; those in one state where `status` names it. Nobody may act upon a damaged run: it is in none."""
@@ -308,44 +334,52 @@ class Ledger(Operator):
         is_elsewhere = is_owner_seen or run.moved_to is not None
         return not (is_elsewhere or run.is_damaged or state.is_terminal or state is RunState.QUARANTINE)
 
-    def verify(self, run_id: str | None = None, *, told: Callable[[int], None] | None = None) -> VerificationReport:
-        """Recompute every entry, of one run or of all, and report each disagreement. `told` hears how many entries are done.
+    def verify(
+        self,
+        run_id: str | None = None,
+        against: Against | None = None,
+        *,
+        key: str | None = None,
+        told: Callable[[int], None] | None = None,
+        found: Callable[[Finding], None] | None = None,
+    ) -> VerificationReport:
+        """Recompute every entry, of one run or of all, and report each disagreement. `told` hears how many entries are done, and `found`
+        each finding as soon as it is made.
 
         A database without a tree head kept elsewhere proves only that it agrees with itself: who can write the file can rebuild it.
-        """
-        findings: list[Finding] = []
-        entries = number = 0
-        if run_id is None:
-            findings += [Finding("", None, "storage", message) for message in self._store.check()]
-            ids: Iterator[str] = (summary.head.run_id for summary in self._store.summaries())
-        else:
-            ids = iter((check_name("run_id", run_id),))
-        for each in ids:
-            try:
-                auditor = audit.Audit(each, self._store.secret(each))
-                for page in reading.pages(self._store, each):
-                    for row in page:
-                        auditor.take(reading.whole(self._store, each, row))
-                head = self._store.head(each)  # after the entries, than which it may not be older
-            except StoreCorrupt as error:
-                findings.append(Finding(each, None, "storage", str(error)))
-                continue
-            if not auditor.leaves and head is None:
-                raise RunNotFound(each)
-            findings += auditor.end(head, self._store.inbox(each, 0))
-            entries += auditor.leaves
-            number += 1
-            if told is not None:
-                told(entries)
-        return VerificationReport(not findings, findings, entries, number)
+        `against` is such heads, `TreeHead`s or the texts of notes: entries that were cut off or put back to an older state since are
+        found as `rollback`, entries that were written anew as `fork`. `key` is the public key by which each text has to be signed.
 
-    def tree_head(self, run_id: str) -> TreeHead:
-        """The size and root of the run's tree as it is now. Raises `RunNotFound`."""
-        history = reading.read(self._store, check_name("run_id", run_id))
-        return TreeHead(run_id, history.size, history.root)
+        Raises `RunNotFound`, and `BadNote` where what is held against it is no head, or not signed so.
+        """
+        from agent_run_ledger import verifying  # only who verifies needs it
+
+        return verifying.verify(self._store, run_id, against, key=key, told=told, found=found)
+
+    def tree_head(self, run_id: str, size: int | None = None) -> TreeHead:
+        """The size and root of the run's tree as it is now, or as it was when it had `size` entries. They are on stable storage by then.
+
+        It is put together from what is stored with a few entries; `verify` holds that to all of them. Raises `RunNotFound`, `ValueError`
+        where the run has not so many entries, and `StoreCorrupt` where what is stored gives no root.
+        """
+        return proving.tree_head(self._store, check_name("run_id", run_id), size)
+
+    def prove(self, run_id: str, seq: int, size: int | None = None) -> InclusionProof:
+        """What proves that an entry is in the run's tree as it is now, or as it was when it had `size` entries.
+
+        `merkle.verify_inclusion` holds it to the root of a head of that size. Raises as `tree_head` does.
+        """
+        return proving.inclusion(self._store, check_name("run_id", run_id), seq, size)
+
+    def prove_consistency(self, run_id: str, size1: int, size2: int | None = None) -> ConsistencyProof:
+        """What proves that the run's tree, as it is now or of `size2` entries, has only added entries to that of `size1`.
+
+        `merkle.verify_consistency` holds it to the roots of two heads. Raises as `tree_head` does.
+        """
+        return proving.consistency(self._store, check_name("run_id", run_id), size1, size2)
 
     def _record(self, summary: Summary) -> RunRecord:
-        record = records.run_record(summary)
+        record = records.run_record(summary, self._end(summary))
         if record.is_damaged:
             rows = [row for page in reading.pages(self._store, record.run_id) for row in page]
             record.status = str(damage.last_state(rows))
@@ -353,22 +387,30 @@ class Ledger(Operator):
             record.cause is None and record.status == RunState.BLOCKED and summary.last.kind not in ("waiting", "asked")
         ):
             # something came in since it was parked: a signal, or the outcome of a step beside the one in doubt
-            with suppress(StoreCorrupt):
+            with suppress(StoreCorrupt, KeyUnavailable):
                 record.cause = reading.read(self._store, record.run_id).cause_text
         return record
 
     def _summary(self, run_id: str) -> Summary:
         summary = next(iter(self._store.summaries(check_name("run_id", run_id))), None)
         if summary is None:
-            raise RunNotFound(run_id)
+            raise reading.absent(self._store, run_id)
         return summary
+
+    def _end(self, summary: Summary) -> Row:
+        """The entry with which the run ended or stands: the last one, but for those that say what was erased since."""
+        with suppress(*damage.DAMAGE):
+            seq = erasing.ended_at(summary.last)
+            found = self._store.read(summary.head.run_id, seq - 1, limit=1) if seq is not None else ()
+            return found[0] if found else summary.last
+        return summary.last
 
     def _readable(self, run_id: str) -> damage.Readable:
         store = self._store
         if not store.read(check_name("run_id", run_id), limit=1, payloads_up_to=0):
-            raise RunNotFound(run_id)
+            raise reading.absent(store, run_id)
         read, fetch = partial(reading.pages, store, run_id), partial(store.payload, run_id)
-        return damage.readable(run_id, store.secret(run_id), read, fetch)
+        return damage.readable(run_id, reading.opened(store, run_id), read, fetch)
 
     # --- budgets that runs share --------------------------------------------------------------------------------------
 
@@ -412,7 +454,7 @@ class Ledger(Operator):
             if run.is_busy:
                 raise UnorderedStep(run_id, "detach", run.busy_with)
             if not run.is_held and self._store.head(run_id) is None:
-                raise RunNotFound(run_id)
+                raise reading.absent(self._store, run_id)
             self._driver.give_back(run)
 
     def copy(
@@ -438,8 +480,8 @@ class Ledger(Operator):
         """
         from agent_run_ledger.copying import Copying
 
-        if self._store.head(check_name("run_id", run_id)) is None:
-            raise RunNotFound(run_id)
+        if self._store.head(check_run_id(run_id)) is None:
+            raise reading.absent(self._store, run_id)
         if isinstance(to, Ledger):
             return Copying(self, to._store, told).run(run_id, children=children)
         if os.fspath(to) == ":memory:":
@@ -447,10 +489,68 @@ class Ledger(Operator):
                 "a ledger in memory that nobody else has would be gone at once: give a path, or an open ledger"
             )
         store = open_store(to, durability="full", clock=self._clock, outage_seconds=self._outage_seconds)
+        if self._encryption is not None:
+            store = _encrypted(store, self._encryption)
         try:
             return Copying(self, store, told).run(run_id, children=children)
         finally:
             store.close()
+
+    def export(
+        self,
+        run_id: str,
+        path: str | os.PathLike[str],
+        *,
+        payloads: bool = True,
+        secret: bool = False,
+        heads: str | Iterable[str] | None = None,
+        signer: Signer | None = None,
+        overwrite: bool = False,
+        told: Callable[[int], None] | None = None,
+    ) -> TreeHead:
+        """Write one run into one file, a *bundle*, that can be verified without this ledger, and return the head that it ends with.
+
+        With the run's `secret` its payloads can be held to the log, it can be brought into another ledger, and whoever has it can tell
+        whether an erased payload was what he thinks. Without `payloads` there are no arguments, outputs, errors, goals or reasons in
+        it, and the log can be verified all the same. `heads` are texts with heads that were kept elsewhere, as of `HeadLog`: those of
+        this run go into the file, each with its proof; `signer` signs the one that it ends with. It stands there when it is whole, or not
+        at all, and takes the place of a file only if it is to `overwrite` it. `told` hears how many entries are done.
+
+        Raises `RunNotFound`, `BadNote`, and `CopyRefused` where there is a file, the run is damaged, or is not what one of the heads says.
+
+        >>> with AgentRunLedger("agent.db") as ledger:
+        ...     head = ledger.export("october", "october.arl", secret=True)
+        >>> verify_bundle("october.arl", against=head).ok
+        True
+        """
+        from agent_run_ledger import exporting
+
+        return exporting.export(
+            self._store,
+            check_name("run_id", run_id),
+            path,
+            has_payloads=payloads,
+            has_secret=secret,
+            heads=heads,
+            signer=signer,
+            overwrite=overwrite,
+            told=told,
+        )
+
+    def import_run(self, path: str | os.PathLike[str], *, told: Callable[[int], None] | None = None) -> CopiedRun:
+        """Bring the run of a bundle into this ledger, entry for entry and under its id; where it stands already, nothing is written.
+
+        The run has ended, for one that has not may go on only where it is (`copy` moves it), and its secret and its payloads are in the
+        bundle. `told` hears how many entries are done. Raises `BadBundle`, and `CopyRefused` where `verify_bundle` finds something,
+        where it cannot be brought here, or where another run of this id stands here.
+
+        >>> with AgentRunLedger("other.db") as ledger:
+        ...     ledger.import_run("october.arl").entries
+        4
+        """
+        from agent_run_ledger import exporting
+
+        return exporting.take_in(self._store, path, told)
 
     def _run(self, run_id: str) -> HeldRun:
         return self._leases.run(check_run_id(run_id))
@@ -517,7 +617,8 @@ class AgentRunLedger(Fleet, Ledger):
 
     `db_path` is a file, `":memory:"`, or a store. `max_steps` limits each run, `loop_threshold` equal calls with an equal outcome
     trip the breaker. `durability="full"` survives a power cut, `"process"` any death of the process. `owner` is a label for people.
-    A PostgreSQL server that cannot be reached is waited for, for `outage_seconds`.
+    A PostgreSQL server that cannot be reached is waited for, for `outage_seconds`. To `heads` a signed head is added of each run that ends.
+    With an `encryption` new runs are encrypted.
 
     >>> ledger = AgentRunLedger("agent.db")
     >>> run_id = ledger.create_run(goal="Reconcile October invoices")
@@ -545,6 +646,8 @@ class AgentRunLedger(Fleet, Ledger):
         payload_limit: int = PAYLOAD_LIMIT,
         min_free_bytes: int | None = None,
         outage_seconds: float = OUTAGE_SECONDS,
+        heads: HeadLog | None = None,
+        encryption: Encryption | None = None,
         clock: Clock | None = None,
     ) -> None:
         if policy is not None and loop_threshold is not _LOOP_THRESHOLD:
@@ -573,6 +676,8 @@ class AgentRunLedger(Fleet, Ledger):
             payload_limit=payload_limit,
             min_free_bytes=min_free_bytes,
             outage_seconds=outage_seconds,
+            heads=heads,
+            encryption=encryption,
             clock=clock,
         )
         self._agents = {}
@@ -595,7 +700,12 @@ class AgentRunLedger(Fleet, Ledger):
 
     @classmethod
     def open_read_only(
-        cls, path: str | os.PathLike[str], *, outage_seconds: float = OUTAGE_SECONDS, clock: Clock | None = None
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        outage_seconds: float = OUTAGE_SECONDS,
+        encryption: Encryption | None = None,
+        clock: Clock | None = None,
     ) -> Self:
         """The ledger at `path` to look at, also while agents work on it: it is not made, written or migrated.
 
@@ -611,7 +721,7 @@ class AgentRunLedger(Fleet, Ledger):
         store = open_store(
             path, durability="full", clock=clock or SystemClock(), outage_seconds=outage_seconds, read_only=True
         )
-        return cls(store, outage_seconds=outage_seconds, clock=clock)
+        return cls(store, outage_seconds=outage_seconds, encryption=encryption, clock=clock)
 
     @staticmethod
     def migrate(
@@ -630,6 +740,54 @@ class AgentRunLedger(Fleet, Ledger):
         from agent_run_ledger.stores import migrate
 
         return migrate(dsn, dry_run=dry_run, partitions=partitions, triggers=triggers, grant=grant)
+
+    def backup(
+        self, path: str | os.PathLike[str], *, overwrite: bool = False, told: Callable[[str], None] | None = None
+    ) -> VerificationReport:
+        """Copy this ledger to the file `path` while it is in use, and verify the copy, of which this returns the report.
+
+        The copy is the ledger as it is at one moment, in one file; nobody waits for it. It stands at `path` when it is whole and has
+        verified, or not at all. `told` hears how far it is. Raises `BackupRefused` where there is a file already and it is not to
+        `overwrite` it, where the copy does not verify, and for a ledger in memory or on a server, which has tools of its own.
+
+        >>> with AgentRunLedger("agent.db") as ledger:
+        ...     ledger.backup("backup.db").ok
+        True
+        """
+        from agent_run_ledger.backups import back_up
+
+        return back_up(self._store, os.fspath(path), overwrite=overwrite, told=told)
+
+    @staticmethod
+    def restore(
+        backup: str | os.PathLike[str],
+        path: str | os.PathLike[str],
+        *,
+        overwrite: bool = False,
+        told: Callable[[str], None] | None = None,
+    ) -> RestoredLedger:
+        """Put a copy of a backup in the place of the ledger at `path`, and begin a new epoch there.
+
+        Nobody has a run in it, and no process that used the ledger before can write to it: fencing tokens are above all that were ever
+        handed out. What stands at `path` is kept under another name, and replaced only if it is to `overwrite` it. Raises
+        `BackupRefused`, and `StoreBusy` while anybody uses the ledger at `path`; nothing was changed then.
+
+        >>> AgentRunLedger.restore("backup.db", "restored.db").runs
+        1
+        """
+        from agent_run_ledger.backups import restore
+
+        return restore(os.fspath(backup), os.fspath(path), overwrite=overwrite, told=told)
+
+    @staticmethod
+    def new_epoch(place: str | os.PathLike[str]) -> int:
+        """Begin a new epoch, and return it: for a database that was restored by other tools, by the role that owns its tables.
+
+        Nobody has a run there then, and fencing tokens that were handed out before are refused. Raises a `StoreError`.
+        """
+        from agent_run_ledger.stores import new_epoch
+
+        return new_epoch(os.fspath(place), int(SystemClock().now()))
 
     @staticmethod
     def diagnose(path: str | os.PathLike[str]) -> Diagnosis | ServerDiagnosis:
@@ -865,6 +1023,12 @@ def _min_free(given: int | None) -> int:
             f"{where} is a whole number of bytes, at least 0, not {given if given is not None else text!r}"
         )
     return value or 0
+
+
+def _encrypted(store: Store, encryption: Encryption) -> Store:
+    from agent_run_ledger.stores.encrypted import encrypted
+
+    return encrypted(store, encryption)
 
 
 def _close_all() -> None:

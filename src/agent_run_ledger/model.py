@@ -541,6 +541,61 @@ class CopiedRun:
     """Whether it stood there already, and nothing was written there."""
 
 
+@dataclass(frozen=True, slots=True)
+class RestoredLedger:
+    """A backup that stands in the place of a ledger now."""
+
+    path: str
+    runs: int
+    entries: int
+    epoch: int
+    """The epoch that began with it: fencing tokens are above ``epoch * 2**20`` from now on."""
+    replaced: str | None
+    """Where what stood there before is kept; None where nothing did."""
+
+
+@dataclass(frozen=True, slots=True)
+class Forgotten:
+    """What was erased of one run, or that it was deleted."""
+
+    run_id: str
+    status: str
+    ended_at: float
+    """Unix seconds."""
+    payloads: int
+    """How many entries have lost their payload: arguments, outputs, errors, the goal, signals, reasons."""
+    is_everything: bool
+    """Whether the run's secret went, too, so that nobody can find out any more whether a payload was what he thinks."""
+    is_deleted: bool
+    """Whether nothing is left of the run but a tombstone."""
+    pending: tuple[str, ...] = ()
+    """What may still hold the bytes, one sentence each, and what takes them out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """What `gc` did; with ``is_tried`` what it would do."""
+
+    runs: tuple[Forgotten, ...]
+    left: tuple[tuple[str, str], ...]
+    """Runs that are old enough and were left as they are, each with the reason."""
+    pending: tuple[str, ...]
+    """As for `Forgotten`."""
+    is_tried: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Rewrapped:
+    """What ``rewrap`` did to the keys of runs; what these have encrypted stays as it is."""
+
+    runs: tuple[str, ...]
+    """Those whose key was under another key before."""
+    left: tuple[tuple[str, str], ...]
+    """Those whose key could not be had, each with the reason."""
+    pending: tuple[str, ...]
+    """What may still hold a key as it was sealed before, as for `Forgotten`."""
+
+
 @dataclass(slots=True)
 class Inspection:
     """One run as closely as it can be looked at, also where entries of it are damaged."""
@@ -633,22 +688,18 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True)
-class TreeHead:
-    """The size and the RFC 9162 root of one run's tree: whoever keeps it elsewhere can find a rewritten or cut log."""
-
-    run_id: str
-    size: int
-    root: bytes
-
-
-@dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that ``verify`` found wrong. ``seq`` is None where it concerns the run and not one entry."""
+    """One thing that ``verify`` found wrong. ``seq`` is None where it concerns the run and not one entry.
+
+    Where two things should agree, ``expected`` is what the rest of the ledger says and ``found`` what stands there, as text, hashes in hex.
+    """
 
     run_id: str
     seq: int | None
     code: str
     message: str
+    expected: str | None = None
+    found: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -659,3 +710,12 @@ class VerificationReport:
     findings: list[Finding]
     entries: int
     runs: int
+    heads: int = 0
+    """How many heads that were kept elsewhere it was held to."""
+    covered: int = 0
+    """How many entries those of them cover that agree."""
+    unheld: int = 0
+    """How many more heads are of runs that were deleted since: their tombstones say who and why, and prove nothing."""
+    unchecked: int = 0
+    """How many payloads could not be held to the log: they are encrypted under a key that is not here, or they or the run's secret are
+    withheld from a bundle."""

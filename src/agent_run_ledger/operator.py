@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from contextlib import suppress
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from reprlib import repr as shown
 from typing import TYPE_CHECKING, Any
@@ -12,13 +13,23 @@ from typing import TYPE_CHECKING, Any
 from agent_run_ledger.drivers import reading
 from agent_run_ledger.engine import forking, recovery, requests, runs, tracing
 from agent_run_ledger.engine.recovery import Declaration
-from agent_run_ledger.errors import ApprovalMismatch, IllegalTransition, InvalidArguments, RunOwned, StoreCorrupt
+from agent_run_ledger.errors import (
+    ApprovalMismatch,
+    IllegalTransition,
+    InvalidArguments,
+    KeyUnavailable,
+    RunOwned,
+    StoreCorrupt,
+)
 from agent_run_ledger.model import (
     ApprovalRequest,
     Budget,
+    Collected,
     Cost,
     Explanation,
+    Forgotten,
     PlannedAction,
+    Rewrapped,
     RunRecord,
     RunState,
     TraceLine,
@@ -187,6 +198,84 @@ class Operator:
             raise IllegalTransition(history.state, f"FORK behind step {carried[0]}, which is in flight", run_id)
         return self._fork(history, from_step, None, None, new_run_id, by, reason)
 
+    def forget(
+        self,
+        run_id: str,
+        step: int | None = None,
+        *,
+        everything: bool = False,
+        dry_run: bool = False,
+        scrub: bool = True,
+        by: str = "",
+        reason: str = "",
+    ) -> Forgotten:
+        """Erase the payloads of a run that has ended, or of one `step` of it: arguments, outputs, errors, its goal, signals, reasons.
+
+        What they were cannot be read or replayed any more; the log still verifies, and has an entry that says which went, who did it
+        and why. A payload that a step shares with others of its run stays theirs. With `everything` the run's secret goes, too, so that
+        nobody can try whether a payload was what he thinks. Names stay: of the run, tools, agents, queues, signals and keys, and `by` and
+        `reason`. With `scrub` the storage is rewritten, so that no free page holds what was erased; what may hold it yet is in
+        `Forgotten.pending`. What is gone already is no error. With `dry_run` nothing is done.
+
+        Raises `RunNotFound`, `RunOwned`, and `IllegalTransition` for a run that goes on, or whose parent does: a replay needs it.
+        """
+        from agent_run_ledger.forgetting import Forgetting
+
+        if step is not None and type(step) is not int:
+            raise InvalidArguments(f"step is the number of a step, not {shown(step)}; nothing was erased")
+        if step is not None and everything:
+            raise InvalidArguments("everything is more than one step: give one of them; nothing was erased")
+        check_run_id(run_id)
+        doing = Forgetting(self, self._who(by), _reason(reason))  # type: ignore[arg-type] # a Ledger is all this and more
+        return doing.forget(run_id, step, everything=everything, is_tried=dry_run, scrub=scrub)
+
+    def gc(
+        self,
+        older_than: timedelta | float,
+        *,
+        keep_proofs: bool = False,
+        dry_run: bool = False,
+        scrub: bool = True,
+        by: str = "",
+        reason: str = "",
+    ) -> Collected:
+        """Delete the runs that ended longer ago than `older_than`, a timedelta or seconds, each with all that belongs to it.
+
+        A tombstone is left: how long its log was, its root, who deleted it, why and when; the id is not used again. With `keep_proofs`
+        entries stay and payloads are erased, as `forget` does. Runs that a run has begun which goes on are left, and those that cannot
+        be read. With `dry_run` nothing is done.
+        """
+        from agent_run_ledger.forgetting import Forgetting
+
+        seconds = older_than.total_seconds() if isinstance(older_than, timedelta) else older_than
+        if type(seconds) not in (int, float) or not 0 <= seconds < float("inf"):
+            raise InvalidArguments(
+                f"older_than is a timedelta or a number of seconds, not {shown(older_than)}; nothing was erased"
+            )
+        doing = Forgetting(self, self._who(by), _reason(reason))  # type: ignore[arg-type] # as above
+        return doing.collect(seconds, keep_proofs=keep_proofs, is_tried=dry_run, scrub=scrub)
+
+    def rewrap(self, *, scrub: bool = True) -> Rewrapped:
+        """Seal the key of each encrypted run under the key that new runs get: the `key_id` of this ledger's `encryption`.
+
+        What is encrypted stays as it is, so this costs little; a run that goes on does not notice. Then the old wrapping key is needed
+        by backups only. Raises `InvalidArguments` for a ledger that was opened without `encryption`.
+        """
+        seal = getattr(self._store, "rewrap", None)
+        if seal is None:
+            raise InvalidArguments(
+                "this ledger was opened without encryption=, so it has no key to seal others under; nothing was done"
+            )
+        done, left = [], []
+        for summary in self._store.summaries():
+            run_id = summary.head.run_id
+            try:
+                if seal(run_id):
+                    done.append(run_id)
+            except (KeyUnavailable, StoreCorrupt) as error:
+                left.append((run_id, str(error)))
+        return Rewrapped(tuple(done), tuple(left), tuple(self._store.scrub()) if scrub and done else ())
+
     # --- looking ------------------------------------------------------------------------------------------------------
 
     def dead_letters(self) -> list[RunRecord]:
@@ -211,7 +300,7 @@ class Operator:
         for record in self.runs():
             try:
                 found.append(self._cost(record))
-            except StoreCorrupt as error:
+            except (StoreCorrupt, KeyUnavailable) as error:
                 found.append(costing.unread(record.run_id, record.status, str(error)))
         return costing.together(found)
 
@@ -219,6 +308,7 @@ class Operator:
         from agent_run_ledger.engine import costing
 
         fold = costing.Costing(record.run_id)
+        reading.opened(self._store, record.run_id)
         for page in reading.pages(self._store, record.run_id, payloads_up_to=0):
             for row in page:
                 fold.take(reading.whole(self._store, record.run_id, row) if row.kind in costing.LIMITS_SAID else row)

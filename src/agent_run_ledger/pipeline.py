@@ -27,7 +27,9 @@ from agent_run_ledger.rules.names import check_name
 from agent_run_ledger.run import park, perform, with_key
 
 if TYPE_CHECKING:
+    from agent_run_ledger.heads import HeadLog
     from agent_run_ledger.prices import Prices
+    from agent_run_ledger.stores.encryption import Encryption
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -201,10 +203,10 @@ class Execution:
         return _rebuilt(payload, _sinks(self._order))
 
     def recorded(self) -> Any:
-        """The result of a completed run; None where it was erased."""
+        """The result of a completed run. Raises `PayloadErased`."""
         history = self.run.history
         ran = [step for step in self._order if step.name in history.positions]  # the others were added since
-        return _rebuilt(history.result, _sinks(ran)) if history.result is not None else None
+        return _rebuilt(runs.result_of(history), _sinks(ran))
 
 
 def _sinks(order: list[Step]) -> list[Step]:
@@ -255,6 +257,8 @@ class RunLedger(Ledger):
         payload_limit: int = PAYLOAD_LIMIT,
         min_free_bytes: int | None = None,
         outage_seconds: float = OUTAGE_SECONDS,
+        heads: HeadLog | None = None,
+        encryption: Encryption | None = None,
         clock: Clock | None = None,
     ) -> None:
         self.run_id = check_name("run_id", run_id)
@@ -279,6 +283,8 @@ class RunLedger(Ledger):
             payload_limit=payload_limit,
             min_free_bytes=min_free_bytes,
             outage_seconds=outage_seconds,
+            heads=heads,
+            encryption=encryption,
             clock=clock,
         )
 

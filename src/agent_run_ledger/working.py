@@ -96,7 +96,10 @@ def _begun(ledger: AgentRunLedger, lease: Lease) -> HeldRun | str:
 
 def _is_cancelled_with_children(ledger: AgentRunLedger, parent: str) -> bool:
     summary = next(iter(ledger._store.summaries(parent)), None)
-    return summary is not None and summary.last.kind == "cancelled" and parse(summary.last.body).get("children", False)
+    if summary is None:
+        return False
+    end = ledger._end(summary)
+    return end.kind == "cancelled" and parse(end.body).get("children", False)
 
 
 def _stands(held: HeldRun) -> str:

@@ -50,12 +50,12 @@ class Bench:
         self._resources = ExitStack()
         self.clock: Any = FakeClock()
         self._shared: MemoryStore | None = None
-        self._dsn: str | None = None
+        self.dsn: str | None = None
         if kind == "memory":
             self._shared = MemoryStore(clock=self.clock)
         elif kind == "postgres":
-            self._dsn = self._resources.enter_context(databases().fresh(ledger_with_a_clock))
-            self.clock = self._resources.enter_context(DatabaseClock(self._dsn))
+            self.dsn = self._resources.enter_context(databases().fresh(ledger_with_a_clock))
+            self.clock = self._resources.enter_context(DatabaseClock(self.dsn))
         self._opened: list[AgentRunLedger | RunLedger] = []
         self._looking: Store | None = None
 
@@ -82,9 +82,9 @@ class Bench:
         """A store on this storage, to look with."""
         if self._shared is not None:
             return self._shared
-        if self._dsn is not None:
+        if self.dsn is not None:
             moved = {} if self.clock is SYSTEM else {"_now": DatabaseClock.SQL}
-            return PostgresStore(self._dsn, **moved)
+            return PostgresStore(self.dsn, **moved)
         return open_store(self.path, durability="process", clock=self.clock)
 
     def place(self) -> Any:
@@ -118,9 +118,16 @@ class Bench:
         """What the entries of a run are, in order."""
         return [row.kind for row in self.rows(run_id)]
 
-    def execute(self, *statements: str) -> None:
+    def execute(self, *statements: str, without_triggers: bool = False) -> None:
         """What anybody with the storage can do to it, where it speaks SQL: these statements, in one transaction."""
-        with psycopg.connect(self._dsn) if self._dsn is not None else raw(self.path) as connection:
+        if self.dsn is None:
+            with raw(self.path, without_triggers=without_triggers) as file:
+                for statement in statements:
+                    file.execute(statement)
+            return
+        with psycopg.connect(self.dsn) as connection:
+            if without_triggers:
+                connection.execute("SET LOCAL session_replication_role = replica")
             for statement in statements:
                 connection.execute(statement)
 

@@ -121,7 +121,7 @@ def work(outside: str, path: str, name: str, shares: str = "") -> None:
 
     def ask(most: int, run_id: str) -> Any:
         used = most if most == LARGE else draw.randint(most // 2, most)
-        if run_id in OVERRUNNING and most != LARGE and draw.random() < 1 / 4:
+        if run_id in OVERRUNNING and 20 < most < LARGE:
             used = 3 * most
         note("asked", run=run_id, used=used)
         time.sleep(draw.random() / 100)  # a model takes its time

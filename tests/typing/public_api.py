@@ -15,11 +15,14 @@ from agent_run_ledger import (
     AttemptsExhausted,
     Budget,
     BudgetExceededException,
+    ConsistencyProof,
     Effect,
     Event,
     Finding,
     GenaiPrices,
     Handle,
+    HeadLog,
+    InclusionProof,
     IntentDrift,
     LeaseLost,
     LedgerError,
@@ -40,6 +43,7 @@ from agent_run_ledger import (
     RunOwned,
     RunRecord,
     RunState,
+    Signer,
     Step,
     StepCancelled,
     StepContext,
@@ -54,11 +58,13 @@ from agent_run_ledger import (
     Usage,
     Verdict,
     VerificationReport,
+    Verifier,
     Worker,
     WorkerRecord,
     compute_fingerprint,
     current_run,
     current_step,
+    merkle,
     register_type,
 )
 from agent_run_ledger.contract import Clock, Row, Store
@@ -174,6 +180,22 @@ def looking(ledger: AgentRunLedger | RunLedger) -> None:
     head = ledger.tree_head("october")
     assert_type(head, TreeHead)
     assert_type((head.size, head.root), tuple[int, bytes])
+    signer = Signer.generate("billing-host")
+    assert_type(head.note(signer), str)
+    assert_type(TreeHead.read(head.note()), TreeHead)
+    assert_type(Verifier(signer.verifier).text_of(head.note(signer)), str)
+    assert_type(ledger.verify(against=[head, head.note(signer)]).heads, int)
+    assert_type(ledger.verify("october", head.note(signer), key=signer.verifier), VerificationReport)
+    proved = ledger.prove("october", 3, head.size)
+    assert_type(proved, InclusionProof)
+    ok = merkle.verify_inclusion(proved.leaf_hash, proved.index, proved.size, proved.proof, head.root)
+    assert_type(ok, bool)
+    grown = ledger.prove_consistency("october", 3)
+    assert_type(grown, ConsistencyProof)
+    assert_type(merkle.verify_consistency(grown.size1, grown.size2, grown.proof, head.root, head.root), bool)
+    log = HeadLog("heads.log", signer, every=100)
+    assert_type(log.add(ledger, "october"), str | None)
+    assert_type(AgentRunLedger("agent.db", heads=log), AgentRunLedger)
 
 
 def inside_a_step() -> None:

@@ -9,13 +9,15 @@ import sys
 import textwrap
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from keyword import iskeyword
 from typing import NoReturn
 
 import agent_run_ledger
-from agent_run_ledger.cli import fleet, places, preflight, supervise
-from agent_run_ledger.cli.options import count, money, number, seconds
-from agent_run_ledger.cli.shell import ERROR, INTERRUPTED, PIPE_CLOSED, VARIABLE, UsageError, without_passwords
-from agent_run_ledger.cli.terminal import plain, writable
+from agent_run_ledger.cli import bundles, fleet, places, preflight, proving, supervise
+from agent_run_ledger.cli.options import age, count, money, number, seconds
+from agent_run_ledger.cli.shell import ERROR, INTERRUPTED, KEYS_VARIABLE, PIPE_CLOSED, VARIABLE, UsageError
+from agent_run_ledger.cli.terminal import plain, showing, writable
+from agent_run_ledger.redacting import of_this_process, without_passwords
 
 _EPILOG = f"""\
 examples:
@@ -39,6 +41,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return the exit status. Prints errors as one line; raises nothing but `SystemExit` for usage and SIGTERM."""
     try:
         given = _parser().parse_args(arguments)
+        with showing(None if given.reveal else of_this_process()):
+            return _done(given)
+    except (UsageError, agent_run_ledger.LedgerError) as error:
+        return _failed(error)
+
+
+def _done(given: argparse.Namespace) -> int:
+    """Do what the command says, and return its exit status."""
+    try:
         status: int = given.command(given)
         sys.stdout.flush()
     except KeyboardInterrupt:
@@ -48,9 +59,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return PIPE_CLOSED
     except (UsageError, agent_run_ledger.LedgerError, OSError) as error:
-        sys.stderr.write(f"agent-run-ledger: {plain(without_passwords(str(error)))}\n")
-        return ERROR
+        return _failed(error)
     return status
+
+
+def _failed(error: Exception) -> int:
+    sys.stderr.write(f"agent-run-ledger: {plain(without_passwords(str(error)))}\n")
+    return ERROR
 
 
 class _Parser(argparse.ArgumentParser):
@@ -66,8 +81,8 @@ class _Commands:
     def __init__(self, parser: argparse.ArgumentParser) -> None:
         self._commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
         # SUPPRESS: these stand before the command, too, and the second must not undo the first.
-        self._json = _Parser(add_help=False, argument_default=argparse.SUPPRESS)
-        _add_json(self._json)
+        self._showing = _Parser(add_help=False, argument_default=argparse.SUPPRESS)
+        _add_showing(self._showing)
         self._db = _Parser(add_help=False, argument_default=argparse.SUPPRESS)
         _add_db(self._db)
         self._acts = _Parser(add_help=False)
@@ -77,8 +92,11 @@ class _Commands:
         self._acts.add_argument("--yes", action="store_true", help="do it; without this the preview is all")
 
     def add(self, name: str, home: str, text: str, example: str, *, of: str = "ledger") -> argparse.ArgumentParser:
-        """One command: the function of its name in the module `home`. It is about a `ledger`, an `act` on one, or a `program`."""
-        parents = [self._json] if of == "program" else [self._json, self._db]
+        """One command: the function of its name in the module `home`. It is about a `ledger`, an `act` on one, or a `program`.
+
+        A name that Python keeps for itself has a function with one more underscore.
+        """
+        parents = [self._showing] if of == "program" else [self._showing, self._db]
         if of == "act":
             parents.append(self._acts)
         added = self._commands.add_parser(
@@ -89,7 +107,8 @@ class _Commands:
             parents=parents,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        added.set_defaults(command=_later(f"agent_run_ledger.cli.{home}", name.replace("-", "_")))
+        function = name.replace("-", "_") + "_" * iskeyword(name)
+        added.set_defaults(command=_later(f"agent_run_ledger.cli.{home}", function))
         return added
 
 
@@ -103,13 +122,19 @@ def _later(module: str, function: str) -> Command:
     return command
 
 
-def _add_json(parser: argparse.ArgumentParser) -> None:
+def _add_showing(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON value, for programs")
+    parser.add_argument("--reveal", action="store_true", help="show secrets, too: what the ledger holds, as it is")
 
 
 def _add_db(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--db", metavar="PLACE", help=f"the ledger: its file, or its address, postgresql://… (default: ${VARIABLE})"
+    )
+    parser.add_argument(
+        "--keys",
+        metavar="MODULE[:NAME]",
+        help=f"where the Encryption is that has the keys of encrypted runs (default: ${KEYS_VARIABLE})",
     )
 
 
@@ -122,10 +147,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"agent-run-ledger {agent_run_ledger.__version__}")
     _add_db(parser)
-    _add_json(parser)
+    _add_showing(parser)
     commands = _Commands(parser)
     _add_looking(commands)
     _add_acting(commands)
+    _add_forgetting(commands)
     _add_programs(commands)
     return parser
 
@@ -217,10 +243,24 @@ def _add_looking(commands: _Commands) -> None:
         "verify",
         "looking",
         "Recompute every entry of one run, or of all, and report what does not agree. A database alone proves only that "
-        "it agrees with itself.",
+        "it agrees with itself; with --against it is held to heads that were kept elsewhere. Without --db, RUN may be a bundle, which is "
+        "verified alone.",
         "--db demo/agent.db verify",
     )
-    verify.add_argument("run_id", metavar="RUN", nargs="?")
+    verify.add_argument("run_id", metavar="RUN", nargs="?", help="a run, or a file that `export` wrote")
+    verify.add_argument(
+        "--against",
+        metavar="FILE",
+        action="append",
+        help="heads that were kept elsewhere, or - for standard input: what was cut off or rewritten since is found; may be repeated",
+    )
+    verify.add_argument(
+        "--key",
+        metavar="KEY",
+        help="the public key by which each of these heads, and each in a bundle, has to be signed, or @FILE",
+    )
+    proving.add(add)
+    bundles.add(add)
     add(
         "doctor",
         "looking",
@@ -299,6 +339,55 @@ def _add_acting(commands: _Commands) -> None:
             metavar="DIGEST",
             required=True,
             help="of the arguments that were looked at, as `approvals` shows it",
+        )
+
+
+def _add_forgetting(commands: _Commands) -> None:
+    forget = commands.add(
+        "forget",
+        "forgetting",
+        "Erase what a run that has ended has kept: arguments, outputs, errors, goal, signals and reasons, of one step or of all. Its log "
+        "still verifies, and says what was erased, by whom, when and why.",
+        "--db agent.db forget refund-209 --reason 'the customer asked for it' --yes",
+        of="act",
+    )
+    forget.add_argument("run_id", metavar="RUN")
+    forget.add_argument("--step", metavar="N", type=number, help="only this step")
+    forget.add_argument(
+        "--all",
+        action="store_true",
+        help="the run's secret, too: then nobody can find out whether something was what it kept",
+    )
+    gc = commands.add(
+        "gc",
+        "forgetting",
+        "Delete runs that ended some time ago, each with all that belongs to it. A tombstone says how long its log was, its root, who "
+        "deleted it and why.",
+        "--db agent.db gc --older-than 30d --keep-proofs --yes",
+        of="act",
+    )
+    gc.add_argument(
+        "--older-than", metavar="AGE", type=age, required=True, help="since they ended: 30d, 12h, 90m, 45s or 4w"
+    )
+    gc.add_argument(
+        "--keep-proofs", action="store_true", help="keep the entries, which still verify, and erase what they have kept"
+    )
+    gc.add_argument("--dry-run", action="store_true", help="list what would be done, and do nothing")
+    rewrap = commands.add(
+        "rewrap",
+        "forgetting",
+        "Seal the keys of all encrypted runs under the key that new runs get. What they encrypt stays as it is. Then the old key is needed by "
+        "backups only.",
+        "--db agent.db --keys billing.keys rewrap --yes",
+    )
+    rewrap.add_argument("--yes", action="store_true", help="do it; without this it is said what it would do")
+    for each in (forget, gc):
+        each.add_argument("--reason", metavar="TEXT", default="", help="why, for the log")
+    for each in (forget, gc, rewrap):
+        each.add_argument(
+            "--no-scrub",
+            action="store_true",
+            help="do not rewrite the file, which keeps writers waiting: free pages hold the bytes until the next time without this",
         )
 
 

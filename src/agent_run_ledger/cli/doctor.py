@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from agent_run_ledger import AgentRunLedger, RunRecord, RunState, StoreCorrupt
+from agent_run_ledger import AgentRunLedger, Encryption, KeyUnavailable, RunRecord, RunState, StoreCorrupt
 from agent_run_ledger.cli.waiting import waits_of
 from agent_run_ledger.model import Diagnosis, ServerDiagnosis
 
@@ -28,7 +28,7 @@ class Check:
     message: str
 
 
-def examine(path: str) -> Iterator[Check]:
+def examine(path: str, encryption: Encryption | None = None) -> Iterator[Check]:
     """Look at everything, one check after the other. Raises a `StoreError` where there is no such file, or no way to the server."""
     diagnosis = AgentRunLedger.diagnose(path)
     yield Check("python", "ok", f"{sys.version.split()[0]} ({sys.executable})")
@@ -41,7 +41,7 @@ def examine(path: str) -> Iterator[Check]:
         yield Check("ledger", "problem", diagnosis.trouble)
         return
     try:
-        with AgentRunLedger.open_read_only(path) as ledger:
+        with AgentRunLedger.open_read_only(path, encryption=encryption) as ledger:
             if isinstance(diagnosis, Diagnosis):
                 yield from _schema(diagnosis)
                 yield from _runs(ledger, ledger.runs())
@@ -49,7 +49,7 @@ def examine(path: str) -> Iterator[Check]:
                 yield from _tables(diagnosis)
                 yield from _fleet(ledger)
                 yield from _runs(ledger, ledger.runs(), reads_ended=False)  # there may be a million
-    except StoreCorrupt as error:
+    except (StoreCorrupt, KeyUnavailable) as error:
         yield Check("ledger", "problem", str(error))
 
 

@@ -9,9 +9,8 @@ from collections.abc import Callable
 from contextlib import redirect_stdout
 from typing import TYPE_CHECKING, Any
 
-import agent_run_ledger
 from agent_run_ledger.cli.options import address, number, seconds, some_seconds
-from agent_run_ledger.cli.shell import OK, PROBLEM, UsageError, data_of, opened_to_look, path_of, run_data
+from agent_run_ledger.cli.shell import OK, PROBLEM, UsageError, data_of, opened, opened_to_look, run_data
 from agent_run_ledger.cli.terminal import as_json, as_json_line, counted, plain, since, table, took
 
 if TYPE_CHECKING:
@@ -181,7 +180,7 @@ def stuck(given: argparse.Namespace, ledger: AgentRunLedger) -> int:
 
 
 def wake(given: argparse.Namespace) -> int:
-    with agent_run_ledger.AgentRunLedger(path_of(given)) as ledger:
+    with opened(given) as ledger:
         ledger.wake(given.run_id)
         record = ledger.get_run(given.run_id)
         is_served = any(each.is_alive and record.queue in each.queues for each in ledger.workers())

@@ -5,17 +5,57 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import agent_run_ledger
+from agent_run_ledger.cli.bundles import is_bundle
 from agent_run_ledger.cli.fleet import stuck
-from agent_run_ledger.cli.shell import OK, PROBLEM, UsageError, command_for, data_of, opened_to_look, path_of, run_data
-from agent_run_ledger.cli.terminal import Progress, as_json, counted, cut, labelled, plain, table, took, when, width
+from agent_run_ledger.cli.proving import heads_given, key_given, signing
+from agent_run_ledger.cli.shell import (
+    OK,
+    PROBLEM,
+    UsageError,
+    command_for,
+    data_of,
+    encryption_of,
+    opened_to_look,
+    path_of,
+    run_data,
+)
+from agent_run_ledger.cli.terminal import (
+    Progress,
+    as_json,
+    as_json_line,
+    counted,
+    cut,
+    labelled,
+    plain,
+    table,
+    took,
+    when,
+    width,
+)
 from agent_run_ledger.cli.waiting import Wait, data_of_waits, queued, told, waits_of
 
 if TYPE_CHECKING:
     from agent_run_ledger.model import Inspection
+
+_PROVED = """\
+This proves that the database agrees with itself: damage and careless changes are found. Who can write the file can
+rebuild it whole, or put an older copy in its place; only a tree head kept elsewhere finds that: --against."""
+_FILE_PROVED = """\
+This proves that the file agrees with itself: damage and careless changes are found. Who can write it can write all of it
+anew; only a head that you have from elsewhere (--against), or a signed one in it and the key that you know (--key), finds that."""
+_PROVED_AGAINST = """\
+This proves that the ledger agrees with itself, and that what the heads cover is what it was when they were signed.
+Entries behind the last head of a run, and runs without one, are proved by the ledger alone."""
+_PROVED_UNSIGNED = """\
+This proves that the ledger agrees with itself and with these heads. Who signed them was not looked at (--key does that):
+they prove as much as the place where they were kept. Entries behind the last head of a run are proved by the ledger alone."""
+_WITHHELD = "they, or the run's secret, were left out of this file when it was exported."
+_ENCRYPTED = "they are encrypted under keys that are not here (--keys)."
 
 _WIDE = 130
 """From this many columns on a step's arguments are shown, too."""
@@ -169,32 +209,70 @@ def _notes(
 
 
 def verify(given: argparse.Namespace) -> int:
+    is_file = given.db is None and given.run_id is not None and is_bundle(given.run_id)
+    if given.key is not None and given.against is None and not is_file:
+        raise UsageError("--key says who has signed the heads of --against: give both")
     progress = Progress(sys.stderr)
-    with opened_to_look(given) as ledger:
+    shown = _JsonReport()
+
+    def found(finding: agent_run_ledger.Finding) -> None:
+        progress.clear()
+        if given.json:
+            shown.add(finding)
+        else:
+            at = "-" if finding.seq is None else finding.seq
+            where = f"{cut(finding.run_id or '-', 60)}  {cut(at, 20)}  {finding.code}"
+            print(f"{where}  {cut(finding.message, 2000)}", flush=True)
+
+    with signing(), nullcontext() if is_file else opened_to_look(given) as ledger:
+        against = heads_given(given.against) if given.against is not None else None
+        look = agent_run_ledger.verify_bundle if ledger is None else ledger.verify
         try:
-            report = ledger.verify(given.run_id, told=progress.checked)
+            report = look(given.run_id, against, key=key_given(given.key), told=progress.checked, found=found)
         finally:
             progress.clear()
+    status = OK if report.ok else PROBLEM
     if given.json:
-        print(as_json(asdict(report)))
-        return OK if report.ok else PROBLEM
+        shown.end(report)
+        return status
+    if report.findings:
+        print()
     print(
         f"{counted(report.entries, 'entry', 'entries')} of {counted(report.runs, 'run', 'runs')}: "
         f"{counted(len(report.findings), 'finding', 'findings')}"
+        + (f", held to {counted(report.heads, 'kept head', 'kept heads')}" if report.heads else "")
+        + (f" over {counted(report.covered, 'entry', 'entries')}" if report.heads else "")
     )
-    if report.findings:
-        print()
-        rows = (
-            (each.run_id, "" if each.seq is None else str(each.seq), each.code, each.message)
-            for each in report.findings
+    if report.unheld:
+        print(
+            f"{counted(report.unheld, 'kept head is', 'kept heads are')} of runs that were deleted: their tombstones say who and why, "
+            "and nothing is left that could be held to them"
         )
-        print(table(("RUN", "ENTRY", "CODE", "MESSAGE"), rows, stretch=3))
     print()
-    print(
-        "This proves that the database agrees with itself: damage and careless changes are found. Who can write the file can\n"
-        "rebuild it whole, or put an older copy in its place; only a tree head kept elsewhere finds that."
-    )
-    return OK if report.ok else PROBLEM
+    proved = _FILE_PROVED if is_file else _PROVED
+    print(_PROVED_AGAINST if given.key is not None else _PROVED_UNSIGNED if given.against is not None else proved)
+    if report.unchecked:
+        why = _WITHHELD if is_file else _ENCRYPTED
+        print(f"{counted(report.unchecked, 'payload', 'payloads')} could not be held to the log: {why}")
+    return status
+
+
+class _JsonReport:
+    """One JSON object that is written as it becomes known: first the findings, a line each."""
+
+    def __init__(self) -> None:
+        self._before = '{"findings": [\n  '
+
+    def add(self, finding: agent_run_ledger.Finding) -> None:
+        print(f"{self._before}{as_json_line(asdict(finding))}", end="", flush=True)
+        self._before = ",\n  "
+
+    def end(self, report: agent_run_ledger.VerificationReport) -> None:
+        begun = "\n], " if report.findings else '{"findings": [], '
+        facts = {
+            name: getattr(report, name) for name in ("ok", "entries", "runs", "heads", "covered", "unheld", "unchecked")
+        }
+        print(begun + as_json_line(facts)[1:])
 
 
 # --- doctor -----------------------------------------------------------------------------------------------------------
@@ -203,7 +281,7 @@ def verify(given: argparse.Namespace) -> int:
 def doctor(given: argparse.Namespace) -> int:
     from agent_run_ledger.cli.doctor import examine
 
-    checks = list(examine(path_of(given)))
+    checks = list(examine(path_of(given), encryption_of(given)))
     ok = all(check.level != "problem" for check in checks)
     if given.json:
         print(as_json({"ok": ok, "checks": [data_of(check) for check in checks]}))

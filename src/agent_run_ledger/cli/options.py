@@ -45,6 +45,17 @@ def seconds(text: str) -> float:
     return given
 
 
+_AGES = {"s": 1, "m": 60, "h": 3_600, "d": 86_400, "w": 604_800}
+
+
+def age(text: str) -> float:
+    """A span of time such as `30d`, in seconds."""
+    given = _float(text[:-1]) * _AGES.get(text[-1:], math.nan)
+    if not 0 <= given < math.inf:
+        raise argparse.ArgumentTypeError(f"a time such as 30d, 12h, 90m or 45s is needed, not {plain(text)[:60]!r}")
+    return given
+
+
 def some_seconds(text: str) -> float:
     """A number of seconds that are some."""
     given = _float(text)

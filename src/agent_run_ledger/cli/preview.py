@@ -12,7 +12,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from agent_run_ledger import AgentRunLedger, IllegalTransition, RunMoved, RunState
-from agent_run_ledger.cli.shell import OK, PREVIEWED, command_for, data_of, path_of, run_data
+from agent_run_ledger.cli.shell import OK, PREVIEWED, command_for, data_of, opened, run_data
 from agent_run_ledger.cli.terminal import as_json, labelled, plain
 from agent_run_ledger.cli.tracing import next_start
 
@@ -71,10 +71,10 @@ def perform(given: argparse.Namespace, act: Act) -> int:
     if not given.json:
         print(_preview(given, act))
         print()
-    if not (given.yes or (not given.json and _is_confirmed(given))):
+    if not (given.yes or (not given.json and is_confirmed(given))):
         print(as_json(data) if given.json else "Nothing was written. With --yes it is done.")
         return PREVIEWED
-    with AgentRunLedger(path_of(given)) as ledger:
+    with opened(given) as ledger:
         made = act.deed(ledger)
         is_done = made is not None or act.is_done(ledger)
         after = ledger.get_run(made or record.run_id)
@@ -112,7 +112,7 @@ def _preview(given: argparse.Namespace, act: Act) -> str:
     return "\n\n".join(parts)
 
 
-def _is_confirmed(given: argparse.Namespace) -> bool:
+def is_confirmed(given: argparse.Namespace) -> bool:
     """Whether a person at a terminal says yes."""
     if "-" in (getattr(given, "output", None), getattr(given, "payload", None)):
         return False  # standard input was read for something else
@@ -128,7 +128,7 @@ def _is_confirmed(given: argparse.Namespace) -> bool:
 def seen_for(given: argparse.Namespace, ledger: AgentRunLedger, what: str, states: Collection[RunState]) -> Inspection:
     """The run that is to be acted upon. Raises `IllegalTransition` where it is in a state that does not take this, and `RunMoved`."""
     if given.by is None:
-        given.by = _who()
+        given.by = who()
     seen = ledger.inspect(given.run_id)
     if seen.run.moved_to is not None and what != "FORK":  # which takes nothing from it but what stands here
         raise RunMoved(given.run_id, seen.run.moved_to)
@@ -138,7 +138,7 @@ def seen_for(given: argparse.Namespace, ledger: AgentRunLedger, what: str, state
     return seen
 
 
-def _who() -> str:
+def who() -> str:
     """Who is at the keyboard: `ann@build-7`."""
     try:
         user = getpass.getuser()

@@ -5,27 +5,22 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import shlex
 import sys
 from dataclasses import fields
 from typing import Any, Literal
 
 import agent_run_ledger
-from agent_run_ledger.cli.terminal import plain
+from agent_run_ledger.cli.terminal import escaped, plain
+from agent_run_ledger.redacting import without_passwords
 
 OK, PROBLEM, ERROR, PREVIEWED, INTERRUPTED, TERMINATED, PIPE_CLOSED = 0, 1, 2, 3, 130, 143, 141
 VARIABLE = "AGENT_RUN_LEDGER_DB"
+KEYS_VARIABLE = "AGENT_RUN_LEDGER_KEYS"
 
 
 _LOOK_SECONDS = 5.0
 """How long a server that cannot be reached keeps somebody waiting who only looks."""
-
-# Up to the last @ of a word, or of what stands in quotes: who forgot to escape one in his password is not to see the rest of it.
-_PASSWORD = re.compile(
-    r"""(?P<quoted>['"]postgres(?:ql)?://[^'":/?#@]*):[^'"]*@ | (?P<plain>://[^\s:/?#@]*):\S*@ | (?<=password=)[^&\s]+""",
-    re.VERBOSE,
-)
 
 
 class UsageError(Exception):
@@ -35,11 +30,6 @@ class UsageError(Exception):
 def is_address(place: str) -> bool:
     """Whether a ledger is a database on a server, and not a file."""
     return place.startswith(("postgresql://", "postgres://"))
-
-
-def without_passwords(text: str) -> str:
-    """A text for people, with the passwords taken out of all addresses in it."""
-    return _PASSWORD.sub(lambda found: f"{user}@" if (user := found["quoted"] or found["plain"]) else "", text)
 
 
 def path_of(given: argparse.Namespace) -> str:
@@ -58,7 +48,25 @@ def path_of(given: argparse.Namespace) -> str:
 
 def opened_to_look(given: argparse.Namespace) -> agent_run_ledger.AgentRunLedger:
     """The ledger that is meant, opened read-only."""
-    return agent_run_ledger.AgentRunLedger.open_read_only(path_of(given), outage_seconds=_LOOK_SECONDS)
+    return agent_run_ledger.AgentRunLedger.open_read_only(
+        path_of(given), outage_seconds=_LOOK_SECONDS, encryption=encryption_of(given)
+    )
+
+
+def opened(given: argparse.Namespace) -> agent_run_ledger.AgentRunLedger:
+    """The ledger that is meant, opened for writing."""
+    return agent_run_ledger.AgentRunLedger(path_of(given), encryption=encryption_of(given))
+
+
+def encryption_of(given: argparse.Namespace) -> agent_run_ledger.Encryption | None:
+    """What holds the keys of encrypted runs, where somebody says where it is. Raises `UsageError`."""
+    place: str | None = given.keys if given.keys is not None else os.environ.get(KEYS_VARIABLE)
+    if not place:
+        return None
+    from agent_run_ledger.cli.loading import made_by
+
+    found: agent_run_ledger.Encryption = made_by(place, agent_run_ledger.Encryption)
+    return found
 
 
 def command_for(given: argparse.Namespace, name: str, *words: str, **options: str | Literal[True]) -> str:
@@ -81,8 +89,9 @@ def command_for(given: argparse.Namespace, name: str, *words: str, **options: st
 
 def _quoted(word: str) -> str:
     """One word of a shell. What a terminal would obey or hide is spelt out in the way of bash."""
-    shown = plain(word)
-    return shlex.quote(word) if shown == word else "$'" + plain(word.replace("\\", "\\\\").replace("'", "\\'")) + "'"
+    if escaped(word) == word:
+        return shlex.quote(plain(word))
+    return "$'" + plain(word.replace("\\", "\\\\").replace("'", "\\'")) + "'"
 
 
 def data_of(record: Any) -> dict[str, Any]:

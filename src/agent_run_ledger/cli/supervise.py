@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shlex
 import sys
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from agent_run_ledger.cli.options import number, seconds
 from agent_run_ledger.cli.shell import VARIABLE, UsageError
-from agent_run_ledger.cli.terminal import plain
+from agent_run_ledger.cli.terminal import as_json_line, plain
 from agent_run_ledger.model import MIN_FREE
 
 if TYPE_CHECKING:
@@ -152,7 +151,7 @@ def _log_text(line: Line) -> None:
 
 
 def _log_lines(line: Line) -> None:
-    _write(json.dumps({"at": time.time(), "event": line.event, "text": line.text, **line.facts}) + "\n")
+    _write(as_json_line({"at": time.time(), "event": line.event, "text": line.text, **line.facts}) + "\n")
 
 
 def _write(line: str) -> None:

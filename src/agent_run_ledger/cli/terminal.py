@@ -1,4 +1,4 @@
-"""What a terminal is shown: text without control characters, tables, and a line of progress."""
+"""What is shown: text without secrets and control characters, JSON without secrets, tables, and a line of progress."""
 
 from __future__ import annotations
 
@@ -15,10 +15,28 @@ from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdo
 from datetime import datetime
 from typing import Any, TextIO
 
+from agent_run_ledger.redacting import Redactor
+
 _DANGEROUS = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
 _SHORT = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
 _WIDTH_OF_A_FILE = 160
 _SECONDS_BETWEEN = 0.02
+_LONGEST_READ = 10_000
+"""Of a text that is cut, so many characters at most are looked at: a payload may have megabytes."""
+
+_redactor: Redactor | None = Redactor()
+"""Through which everything goes that is shown; None while somebody has asked to see secrets."""
+
+
+@contextmanager
+def showing(redactor: Redactor | None) -> Iterator[None]:
+    """Show everything through this redactor meanwhile, or, without one, as it is."""
+    global _redactor
+    before, _redactor = _redactor, redactor
+    try:
+        yield
+    finally:
+        _redactor = before
 
 
 @contextmanager
@@ -35,6 +53,11 @@ def writable() -> Iterator[None]:
 
 
 def plain(text: str) -> str:
+    """`text` for a terminal: without secrets, and `escaped`."""
+    return escaped(_redactor.text(text) if _redactor is not None else text)
+
+
+def escaped(text: str) -> str:
     """`text` with every control, bidi and other invisible character, and every lone surrogate, spelt out as an escape."""
     if text.isascii() and text.isprintable():
         return text
@@ -49,13 +72,22 @@ def _escape(character: str) -> str:
 
 
 def as_json(value: Any) -> str:
-    """One JSON text in ASCII, so that a terminal is safe from it too."""
-    return json.dumps(value, indent=2, default=str).replace("\x7f", "\\u007f")
+    """One JSON text without secrets, in ASCII, so that a terminal is safe from it too."""
+    return _dumped(value, 2)
 
 
 def as_json_line(value: Any) -> str:
     """`as_json` in one line, for a stream of them."""
-    return json.dumps(value, default=str).replace("\x7f", "\\u007f")
+    return _dumped(value, None)
+
+
+def _dumped(value: Any, indent: int | None) -> str:
+    if _redactor is None:
+        text = json.dumps(value, indent=indent, default=str)
+    else:
+        redactor = _redactor
+        text = json.dumps(redactor.data(value), indent=indent, default=lambda each: redactor.text(str(each)))
+    return text.replace("\x7f", "\\u007f")
 
 
 def counted(number: int, one: str, many: str) -> str:
@@ -66,7 +98,11 @@ def counted(number: int, one: str, many: str) -> str:
 def cut(value: object, columns: int) -> str:
     """`value` as text that is safe to show, cut to that many columns. A damaged row may hold anything; None is empty."""
     text = "" if value is None else str(value)
-    head = plain(text[: columns + 1])  # no more than that can be seen, and a payload may have megabytes
+    longest = max(_LONGEST_READ, 2 * columns)
+    if len(text) > longest:
+        text = text[:longest] + "…"
+    text = _redactor.text(text) if _redactor is not None else text
+    head = escaped(text[: columns + 1])
     if len(text) <= columns + 1 and columns_of(head) <= columns:
         return head
     while head and columns_of(head) > columns - 1:

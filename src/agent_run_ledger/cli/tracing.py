@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from agent_run_ledger.cli.shell import OK, PROBLEM, command_for, data_of, opened_to_look, run_data
-from agent_run_ledger.cli.terminal import as_json, cut, labelled, plain, since, table, took, when
+from agent_run_ledger.cli.terminal import as_json, cut, escaped, labelled, plain, since, table, took, when
 
 if TYPE_CHECKING:
     from agent_run_ledger import RunRecord
@@ -164,7 +164,12 @@ def warnings_about(request: ApprovalRequest) -> Iterable[str]:
     """What about these arguments might deceive whoever reads them."""
     if request.arguments_json is None:
         yield "! These arguments were erased: nobody can see what this is about."
-    elif plain(request.arguments_json) != request.arguments_json:
+        return
+    if plain(request.arguments_json) != escaped(request.arguments_json):
+        yield (
+            "! These arguments hold secrets, which are hidden above; --reveal shows them. The digest is over the arguments as they are."
+        )
+    if escaped(request.arguments_json) != request.arguments_json:
         yield (
             "! These arguments hold characters that a terminal obeys or hides (control, direction of text, invisible). They are spelt "
             "out above, like \\u202e; the digest is over the arguments as they are."

@@ -21,7 +21,7 @@ from agent_run_ledger.errors import InvalidArguments, LeaseLost, RunNotFound, Ru
 from agent_run_ledger.model import SharedBudget
 from agent_run_ledger.rules import budget
 from agent_run_ledger.rules.budget import NOTHING, Amount, Limits, Most
-from agent_run_ledger.rules.names import child_of
+from agent_run_ledger.rules.names import child_of, is_account
 
 _LEASE_SECONDS = 5.0
 """How long a draw may take before another owner takes the account: a process that dies in it holds up the others for so long at the most."""
@@ -83,6 +83,25 @@ class Accounts:
             most = answer
         return most
 
+    def settle(self, run_id: str) -> None:
+        """Write down what a run that has ended came to, in each account that has not: its own log is about to go.
+
+        Raises `RunOwned` where another owner draws just now.
+        """
+        for log_id in [each.head.run_id for each in self._store.summaries() if is_account(each.head.run_id)]:
+            with self._lock:
+                if all(asked.run_id != run_id for asked in self._came_to(self._read(log_id))):
+                    continue
+                lease = self._store.claim(log_id, self._owner, _LEASE_SECONDS)
+                try:
+                    came_to = self._came_to(self._read(log_id)).items()
+                    drafts = [sharing.settled(asked, amount) for asked, amount in came_to if asked.run_id == run_id]
+                    if drafts:
+                        self._append(log_id, lease, drafts)
+                finally:
+                    with suppress(StoreError):  # the lease runs out by itself
+                        self._store.release(log_id, lease.token)
+
     def _draw(self, account: str, log_id: str, run: LiveRun, asked: Asked) -> Most | str:
         declared = run.limits if sharing.parent_of(account) == run.run_id else self._declared.get(account)
         declared = declared and Limits(tokens=declared.tokens, usd=declared.usd)
@@ -109,7 +128,8 @@ class Accounts:
         came_to = self._came_to(book, asked.grant)
         answered = sharing.grant(book, asked, limits, came_to)
         if answered[1] is budget.WAITS and (lost := self._lost(book, asked.grant)):
-            answered = sharing.grant(book, asked, limits, came_to, lost)
+            came_to = self._came_to(book, asked.grant)  # what is not under way any more may just have ended
+            answered = sharing.grant(book, asked, limits, came_to, lost - came_to.keys())
         return answered
 
     def _lost(self, book: History, asked: Grant) -> set[Grant]:

@@ -20,7 +20,7 @@ from agent_run_ledger.engine import runs, schedule, waits
 from agent_run_ledger.engine.effects import Moment
 from agent_run_ledger.engine.history import History
 from agent_run_ledger.engine.live import LiveRun
-from agent_run_ledger.engine.log import Draft, seal
+from agent_run_ledger.engine.log import Draft, Sealed, seal
 from agent_run_ledger.errors import (
     LeaseLost,
     RunMoved,
@@ -155,6 +155,8 @@ class Leases:
         self._shared = shared
         self.room: Room | None = None
         """What watches the disk, where somebody wants it watched."""
+        self.saw: Callable[[str, int, int, bool], None] | None = None
+        """Who hears that a run which had so many entries has so many now, and whether it has ended."""
         self._forget()
         _alive.add(self)
 
@@ -212,9 +214,16 @@ class Leases:
         run = self.run(run_id)
         with run.lock:
             run.history = history
-            run.absorb(sealed)
+            self.wrote(run, sealed)
             self._took(run, token, expires)
         return run
+
+    def wrote(self, run: HeldRun, sealed: list[Sealed]) -> None:
+        """These entries stand in the store by now."""
+        before = run.history.size
+        run.absorb(sealed)
+        if self.saw is not None:
+            self.saw(run.run_id, before, run.history.size, run.history.state.is_terminal)
 
     def enqueue(self, run_id: str, drafts: Sequence[Draft], due_in: float) -> bool:
         """Make a run that begins with these entries and waits for a worker of its queue. False where it exists."""
@@ -228,6 +237,11 @@ class Leases:
         sealed = seal(History(run_id, secret), token, self._clock.now(), drafts)
         rows = [row for row, _ in sealed]
         return self._store.adopt(run_id, token, secret, runs.listing(sealed[0][1]), [rows], (), None)
+
+    def forget(self, run_id: str) -> None:
+        """Keep nothing in memory of a run that has ended: whoever asks for it reads what is left."""
+        with self._lock:
+            self._runs.pop(run_id, None)
 
     def wake(self, run: HeldRun) -> None:
         """Let a worker take a run of a queue now. Raises `RunNotFound`, and `RunOwned` while somebody has it."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 
-from agent_run_ledger.contract import Row, Store
+from agent_run_ledger.contract import Row, Store, sealed_under
 from agent_run_ledger.engine.history import KEPT_BYTES, READ_BYTES, History
-from agent_run_ledger.errors import RunNotFound
+from agent_run_ledger.errors import KeyUnavailable, RunDeleted, RunNotFound, StoreCorrupt
 from agent_run_ledger.rules.loops.breaker import Rule
 
 _ROWS_PER_PAGE = 500
@@ -22,6 +23,50 @@ def pages(store: Store, run_id: str, after: int = 0, payloads_up_to: int = KEPT_
         seen = page[-1].seq
 
 
+def behind(store: Store) -> Store:
+    """What keeps a store's bytes, as they are kept: another store, where the first one encrypts."""
+    kept: Store = getattr(store, "inner", store)
+    return kept
+
+
+def opened(store: Store, run_id: str) -> bytes:
+    """The run's secret, to read what it has kept by. Raises `KeyUnavailable` where that is encrypted and no key is here."""
+    secret = store.secret(run_id)
+    if (key_id := sealed_under(secret)) is not None:
+        raise KeyUnavailable(run_id, key_id)
+    return secret
+
+
+def as_far_as_it_opens(store: Store, run_id: str) -> tuple[bytes, Iterator[Row]]:
+    """The run's secret and its whole entries for whoever checks them: as they are kept where they cannot be decrypted.
+
+    Without the key the secret is the sealed one.
+    """
+    kept = behind(store)
+    open_row = getattr(store, "open_row", None)
+    try:
+        secret = store.secret(run_id)
+    except KeyUnavailable:
+        secret, open_row = kept.secret(run_id), None
+
+    def rows() -> Iterator[Row]:
+        for page in pages(kept, run_id):
+            for row in page:
+                row = whole(kept, run_id, row)
+                if open_row is not None:
+                    with suppress(StoreCorrupt):
+                        row = open_row(run_id, row)
+                yield row
+
+    return secret, rows()
+
+
+def absent(store: Store, run_id: str) -> RunNotFound:
+    """What whoever asks for a run is told that is not there: whether it was deleted, and by whom."""
+    stone = store.tombstone(run_id)
+    return RunNotFound(run_id) if stone is None else RunDeleted(*stone)
+
+
 def whole(store: Store, run_id: str, row: Row) -> Row:
     """The row with its payload, if that was left out."""
     if row.payload is not None or row.digest is None:
@@ -30,14 +75,14 @@ def whole(store: Store, run_id: str, row: Row) -> Row:
 
 
 def read(store: Store, run_id: str, rule: Callable[[], Rule] | None = None) -> History:
-    """Fold a run, without the long arguments and outputs of its steps. Raises `RunNotFound` and `StoreCorrupt`."""
+    """Fold a run, without the long arguments and outputs of its steps. Raises `RunNotFound`, `RunDeleted`, `KeyUnavailable` and `StoreCorrupt`."""
     history: History | None = None
     for page in pages(store, run_id, payloads_up_to=KEPT_BYTES if rule is None else READ_BYTES):
         if history is None:
-            history = History(run_id, store.secret(run_id), rule)
+            history = History(run_id, opened(store, run_id), rule)
         history.take([row if row.kind in _FETCHED else whole(store, run_id, row) for row in page])
     if history is None:
-        raise RunNotFound(run_id)
+        raise absent(store, run_id)
     return history
 
 

@@ -177,7 +177,7 @@ class SyncDriver:
         try:
             written = self._store.append(run.run_id, run.token, run.inbox, [row for row, _ in sealed], synced=synced)
             if written:
-                run.absorb(sealed)
+                self._leases.wrote(run, sealed)
         except BaseException as error:
             self._leases.failed(run, drafts, error)
             raise

@@ -157,7 +157,7 @@ class Together(Generic[W]):
             return
         for (run, line, prepared), answer in zip(ready, written, strict=True):
             if answer is True:
-                run.absorb(prepared.sealed)
+                self._leases.wrote(run, prepared.sealed)
                 _answer(run, line, prepared, answers)
                 continue
             if answer is False:

@@ -9,7 +9,7 @@ from agent_run_ledger.engine.history import StepHistory
 from agent_run_ledger.engine.live import Branch, LiveRun
 from agent_run_ledger.engine.log import Draft
 from agent_run_ledger.engine.outcomes import cancelled, in_doubt, missed, must_not_repeat, park
-from agent_run_ledger.errors import LedgerError, RunClosed, RunInputMismatch, StepInDoubt
+from agent_run_ledger.errors import LedgerError, PayloadErased, RunClosed, RunInputMismatch, StepInDoubt
 from agent_run_ledger.model import RunState
 
 
@@ -21,6 +21,8 @@ def refusal(run: LiveRun, *, pipeline: bool | None = None) -> LedgerError | None
     state = run.history.state
     if pipeline is not None and run.history.pipeline != pipeline:
         return RunInputMismatch(run.run_id, "kind of program")
+    if state is RunState.COMPLETED and run.history.size and not run.history.secret:
+        return PayloadErased(run.run_id, "the secret, without which no call can be told from another,")
     if state is RunState.QUARANTINE or (state.is_terminal and state is not RunState.COMPLETED):
         return closed(run)
     return None

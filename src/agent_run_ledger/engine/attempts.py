@@ -90,7 +90,7 @@ def _returned_late(call: Call, draft: Draft, run: LiveRun, moment: Moment) -> Pl
         return Plan()
     if step.outcome is None:
         return Plan([draft])
-    intent = next_attempt(call, step)
+    intent = next_attempt(run, call, step)
     intent.fields["late"] = True
     return Plan([intent, draft._replace(attempt=intent.attempt)])
 
@@ -128,7 +128,9 @@ def attempt(run: LiveRun, call: Call, step: StepHistory) -> Flow[BaseException |
     if (yield Commit(run, settle, token)) is outcomes.CLOSING:
         yield from commit(run, call, partial(outcomes.end_fatally, step), token)
     if note is not None:
-        yield Warn(UserWarning, f"{call.tool!r}: {note}")
+        from agent_run_ledger.rules.redaction import Redactor  # only who has gone wrong needs it
+
+        yield Warn(UserWarning, f"{call.tool!r}: {Redactor().text(note)}")
     return error
 
 

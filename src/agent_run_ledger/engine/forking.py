@@ -29,6 +29,8 @@ _MADE_ANEW = (
     "payload",
     "signal",
     "request",
+    "limits",
+    "spent",
 )
 
 

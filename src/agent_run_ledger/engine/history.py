@@ -415,6 +415,8 @@ class History:
         """Entries that tell of waiting, and count for no limit."""
         self.granted = NO_LIMITS
         """What the run may use, where that was said when it was made from another one; what an account allows."""
+        self.stated = NO_LIMITS
+        """How many steps, tokens and dollars the log says that the run may use: in its first entry, and where a later program said otherwise."""
         self.within: tuple[str, ...] = ()
         """The accounts that its first entry says that it shares."""
         self.begins_runs = False
@@ -471,8 +473,10 @@ class History:
             self.created_at = body["at"]
             self.pipeline = body.get("pipeline", False)
             self.parent, self.queue, self.priority = body.get("parent"), body.get("queue"), body.get("priority", 0)
+            limits = Limits.read(body)
             if "forked_from" in body or "account" in body:
-                self.granted = Limits.read(body)
+                self.granted = limits
+            self.stated = limits.of_spending
             self.within = tuple(body.get("within", ()))
         else:
             self._other(row, body)
@@ -499,6 +503,8 @@ class History:
         if "carried" not in body:
             self.account.began(body["token"])
         self.account.take("intent", position, body)
+        if "limits" in body:
+            self.stated = Limits.read(body["limits"]).of_spending
         step = self.positions.get(position)
         if step is not None:
             self.waiting.discard(position)
@@ -609,6 +615,7 @@ class History:
             self.account.take(kind, None, body)
         elif kind == "limited":
             self.granted = Limits.read(body)
+            self.stated = self.granted.of_spending
         if position is not None and (known := self.positions.get(position)) is not None:
             if kind == "missed":
                 known.missed, known.missed_at = _order(row, body), body["at"]

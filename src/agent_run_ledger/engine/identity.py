@@ -41,13 +41,21 @@ def difference(run: LiveRun, call: Call, recorded: StepHistory | Missed) -> Repl
     if is_same_tool and arguments is not None:
         if call.options.identity is not None and _is_identical(call, arguments):
             return None
-        path = differences.difference(arguments, call.stored)
+        differs_at = differences.difference(arguments, call.stored)
+        path = _shown(differs_at) if differs_at is not None else None
     names = run.run_id, recorded.position, repr(recorded.tool), repr(call.tool)
     if isinstance(recorded, StepHistory) and recorded.outcome is None:
         stored = arguments.decode() if arguments is not None else "(erased)"
-        return IntentDrift(*names, path, f"{recorded.tool}({stored})")
+        return IntentDrift(*names, path, f"{recorded.tool}({stored})", f"{recorded.tool}({_shown(stored)})")
     said = _KEY_IS_USED.format(call.key) if call.key is not None else ""
     return ReplayDivergence(*names, path, said + differences.hint(arguments, call.stored))
+
+
+def _shown(text: str) -> str:
+    """Arguments, or a way through them, as an error may show them."""
+    from agent_run_ledger.rules.redaction import Redactor  # only who has gone wrong needs it
+
+    return Redactor().text(text)
 
 
 _KEY_IS_USED = " The position is that of step_key {!r}, which names the recorded call: give another call another key."

@@ -41,6 +41,7 @@ def first_intent(
         fields["undispatched"] = True
     if holds is not None:
         fields["holds"] = holds.written()
+    fields |= _limits(run)
     if history.trailing:
         fields |= admission.follows(run, call.branch)
     if call.seen is not None:
@@ -94,20 +95,29 @@ def dispatch_again(run: LiveRun, call: Call, step: StepHistory, moment: Moment, 
         return Plan([spent], error=BudgetExceededException(run.run_id, reason), synced=True)
     # the intent of a step without side effects may be lost with the machine: no harm is done
     assert not isinstance(holds, str | Draw)
-    return Plan([*said, next_attempt(call, step, holds)], synced=False if call.options.effect is Effect.READ else None)
+    return Plan(
+        [*said, next_attempt(run, call, step, holds)], synced=False if call.options.effect is Effect.READ else None
+    )
 
 
-def next_attempt(call: Call, step: StepHistory, holds: Amount | None = None) -> Draft:
+def next_attempt(run: LiveRun, call: Call, step: StepHistory, holds: Amount | None = None) -> Draft:
     """Stored arguments, stored key: only the attempt's number is new."""
     used = step.attempts_of_code if call.environment == step.environment else 0
     fields = _fields(call, step.number, step.key, max(0, call.max_attempts - used - 1))
     if holds is not None:
         fields["holds"] = holds.written()
+        fields |= _limits(run)
     recorded = recorded_arguments(call, step)
     stored, digest = (call.stored, call.digest) if recorded is None else (recorded, step.digest)
     fingerprint = step.fingerprint or digests.fingerprint(call.tool, call.digest)
     attempt = step.attempts + 1
     return Draft("intent", Event.START_STEP, fields, stored, step.position, attempt, digest, step.input, fingerprint)
+
+
+def _limits(run: LiveRun) -> dict[str, Any]:
+    """What the run may use, where its program says otherwise than the log does so far: calls are held to what the log says."""
+    limits = run.limits.of_spending
+    return {} if limits == run.history.stated else {"limits": limits.written()}
 
 
 def _fields(call: Call, number: int, key: str, left: int) -> dict[str, Any]:

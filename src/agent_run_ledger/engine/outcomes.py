@@ -12,6 +12,7 @@ from agent_run_ledger.engine.live import LiveRun
 from agent_run_ledger.engine.log import Draft
 from agent_run_ledger.errors import (
     ApprovalDenied,
+    PayloadErased,
     StepCancelled,
     StepFailed,
     StepInDoubt,
@@ -251,7 +252,7 @@ def hand_out(
     if outcome.ok == "completed":
         value = _decoded(run, step, payload)
         return canonical.rebuild(call.options.returns, value) if call.options.returns is not None else value
-    described = _decoded(run, step, payload) if payload is not None else {"type": "(erased)"}
+    described = _decoded(run, step, payload)
     if outcome.ok == "expired":
         raise WaitTimeout(run.run_id, described.get("name", call.tool))
     if outcome.ok == "denied":
@@ -275,9 +276,11 @@ def hand_out(
 
 
 def _decoded(run: LiveRun, step: StepHistory, payload: bytes | None) -> Any:
-    """What was recorded; None where it was erased. Raises `StoreCorrupt` where the bytes are not what was written."""
+    """What was recorded. Raises `PayloadErased`, and `StoreCorrupt` where the bytes are not what was written."""
+    if payload is None:
+        raise PayloadErased(run.run_id, f"what became of step {step.number} ({step.tool!r})")
     try:
-        return canonical.decode(payload) if payload is not None else None
+        return canonical.decode(payload)
     except (ValueError, RecursionError) as error:
         raise StoreCorrupt(
             f"run {run.run_id!r}, step {step.number} ({step.tool!r}): what is recorded of it cannot be read ({error}). Nothing was changed; run "

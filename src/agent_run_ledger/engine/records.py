@@ -66,17 +66,17 @@ def _error_text(payload: bytes) -> str:
         return "(unreadable)"
 
 
-def run_record(summary: Summary) -> RunRecord:
-    """A run from its head and its first and last entry. One that cannot be read is a record that says so: the others can be."""
+def run_record(summary: Summary, end: Row) -> RunRecord:
+    """A run from its head, its first and last entry, and the one that it ended or stands with. One that cannot be read is a record that says so: the others can be."""
     head = summary.head
     try:
-        return _run_record(summary)
+        return _run_record(summary, end)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         cause = f"its entries cannot be read ({type(error).__name__}: {error}): run verify, restore from a backup"
         return DamagedRunRecord(head.run_id, None, RunState.PENDING, 0, 0.0, 0.0, head.owner, head.token, cause=cause)
 
 
-def _run_record(summary: Summary) -> RunRecord:
+def _run_record(summary: Summary, end: Row) -> RunRecord:
     head, first, last = summary
     begun, stands = json.loads(first.body), json.loads(last.body)
     state = RunState(stands["state"])
@@ -87,7 +87,7 @@ def _run_record(summary: Summary) -> RunRecord:
             raise TypeError(f"{number!r} is no number")
     return RunRecord(
         run_id=head.run_id,
-        goal=_decoded(first)["goal"] if first.payload is not None else None,
+        goal=_member(first, "goal"),
         status=RunState.BLOCKED if diverged else stands["state"],
         total_steps=stands["steps"],
         created_at=begun["at"],
@@ -96,8 +96,8 @@ def _run_record(summary: Summary) -> RunRecord:
         fencing_token=head.token,
         spent_tokens=spent.tokens,
         spent_usd=spent.usd,
-        result=_decoded(last) if last.kind == "finished" else None,
-        cause=str(head.note) if diverged else _cause(last),
+        result=_decoded(end) if end.kind == "finished" else None,
+        cause=str(head.note) if diverged else _cause(end),
         parent_run_id=begun.get("parent"),
         queue=head.listing.queue,
         due_in_seconds=head.due_in,
@@ -105,11 +105,17 @@ def _run_record(summary: Summary) -> RunRecord:
     )
 
 
-def _cause(last: Row) -> str | None:
-    if last.kind not in ("parked", "refused", "exhausted", "aborted", "cancelled") or last.payload is None:
+def _cause(end: Row) -> str | None:
+    if end.kind not in ("parked", "refused", "exhausted", "aborted", "cancelled") or end.payload is None:
         return None
-    reason: str = _decoded(last)["reason"]
+    reason: str | None = _member(end, "reason")
     return reason
+
+
+def _member(row: Row, name: str) -> Any:
+    """What an entry's payload says under this name; None where it was erased, or is encrypted and the key is not here."""
+    decoded = _decoded(row)
+    return None if decoded is None else decoded[name]
 
 
 def _decoded(row: Row) -> Any:

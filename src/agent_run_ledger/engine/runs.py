@@ -15,6 +15,7 @@ from agent_run_ledger.engine.log import Draft
 from agent_run_ledger.errors import (
     BudgetExceededException,
     LeaseLost,
+    PayloadErased,
     ReplayDivergence,
     RunClosed,
     RunInputMismatch,
@@ -72,8 +73,10 @@ def listing(body: Mapping[str, Any]) -> Listing:
 
 
 def check_same(history: History, draft: Draft) -> None:
-    """Raises `RunInputMismatch` where the run was created with another goal or input."""
+    """Raises `RunInputMismatch` where the run was created with another goal or input, and `PayloadErased` where nobody can tell."""
     assert draft.payload is not None
+    if history.state.is_terminal and not history.secret:
+        raise PayloadErased(history.run_id, "what it was given")
     if history.created_digest == digests.salted(history.secret, draft.payload):
         return
     what = "goal or input"
@@ -81,6 +84,13 @@ def check_same(history: History, draft: Draft) -> None:
         recorded, asked = canonical.decode(history.created), canonical.decode(draft.payload)
         what = "goal" if recorded["goal"] != asked["goal"] else "input"
     raise RunInputMismatch(history.run_id, what)
+
+
+def result_of(history: History) -> bytes:
+    """The result of a completed run, as it is stored. Raises `PayloadErased`."""
+    if history.result is None:
+        raise PayloadErased(history.run_id, "the result")
+    return history.result
 
 
 def skip_recorded(run: LiveRun) -> None:
@@ -272,7 +282,9 @@ def _value(branch: Branch, position: str, name: str, fresh: Any, run: LiveRun, m
         body, payload = history.values[position]
         if body["name"] != name:
             return Plan(error=ReplayDivergence(run.run_id, position, f"run.{body['name']}()", f"run.{name}()"))
-        return Plan(answer=canonical.decode(payload) if payload is not None else None)
+        if payload is None:
+            return Plan(error=PayloadErased(run.run_id, f"the value of run.{name}() at {position!r}"))
+        return Plan(answer=canonical.decode(payload))
     if (ending := admission.ending(run)) is not None:
         return Plan(error=ending)
     drafts, doubt = admission.left_in_doubt(run, run.left_behind(branch))

@@ -81,6 +81,10 @@ def _text(row: Row, body: dict[str, Any]) -> str:
             return f"{body['name']}{told}"
         case "declined":
             return f"{body['asked']}: {payload['reason'] if payload else ''}{told}"
+        case "erased":
+            which = f"step {body['step']}" if "step" in body else "all payloads"
+            lost = ", and the run's secret" if "secret" in body else ""
+            return f"{which}{lost} (by {body['by']}): {body['reason']}"
         case "forked":
             return f"from run {body['from']}, {body['size']} entries{told}: {payload['reason'] if payload else ''}"
         case _:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from agent_run_ledger.agents import Agent, refuse_itself
 from agent_run_ledger.drivers.context import is_in_an_event_loop
 from agent_run_ledger.engine.history import parse
-from agent_run_ledger.errors import InvalidArguments, RunClosed, RunMoved, RunNotEnded, StoreCorrupt
+from agent_run_ledger.errors import InvalidArguments, PayloadErased, RunClosed, RunMoved, RunNotEnded, StoreCorrupt
 from agent_run_ledger.model import RunState
 
 if TYPE_CHECKING:
@@ -116,7 +116,10 @@ class _Waiting:
         record = ledger._record(summary)
         if record.status != RunState.COMPLETED:
             raise RunClosed(run_id, record.status, record.cause, _ADVICE.get(RunState(record.status)))
-        return agent.result(summary.last.payload) if agent is not None else record.result
+        payload = ledger._end(summary).payload
+        if payload is None:
+            raise PayloadErased(run_id, "the result")
+        return agent.result(payload) if agent is not None else record.result
 
 
 _ADVICE = {

@@ -9,6 +9,7 @@ import random
 import socket
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from contextvars import Context
@@ -25,6 +26,7 @@ from agent_run_ledger.errors import InvalidArguments, LedgerError, StoreError, S
 from agent_run_ledger.fleet import ending
 from agent_run_ledger.fleet.watching import MOST_RUNNING
 from agent_run_ledger.model import LIBRARY_VERSION
+from agent_run_ledger.redacting import of_this_process, redacted
 from agent_run_ledger.rules.names import check_name
 from agent_run_ledger.working import awork, is_async, work
 
@@ -85,6 +87,7 @@ class Worker:
         drain_seconds: float | None,
     ) -> None:
         _check(concurrency, queues, poll_seconds, drain_seconds)
+        of_this_process()  # a private list that cannot be used is found here, and not when there is something to log
         if ledger._leases.is_closed:
             raise StoreUnavailable("this ledger is closed; no worker was started. Open it anew.")
         label = check_name("name", name) if name is not None else None
@@ -266,10 +269,10 @@ class Worker:
             act()
         except StoreError as error:
             if not self._is_alone:
-                _log("warning", "worker %s: the store is away, and is tried again: %s", self.name, error)
+                _log("warning", "worker %s: the store is away, and is tried again: %s", self.name, str(error))
             self._leave_alone()
         except Exception as error:
-            _log("error", "worker %s goes on after an error of its own", self.name, exc_info=error)
+            _log("error", "worker %s goes on after an error of its own", self.name, error=error)
             self._leave_alone()
 
     def _leave_alone(self) -> None:
@@ -404,7 +407,7 @@ class Worker:
         else:
             self._leases.put_back(lease, _STRAY_SECONDS)  # nothing happens where it was given back, as it should be
             self._free(slot)
-            _log("error", "worker %s: run %s was left by %r", self.name, lease.run_id, error, exc_info=error)
+            _log("error", "worker %s: run %s was left by %s", self.name, lease.run_id, repr(error), error=error)
 
     def _free(self, slot: _Slot) -> None:
         with self._changed:
@@ -487,8 +490,13 @@ def _check(concurrency: int, queues: object, poll_seconds: float, drain_seconds:
         raise InvalidArguments(f"drain_seconds is a number of seconds of at least 0, or None, not {drain_seconds!r}")
 
 
-def _log(level: str, text: str, *about: object, exc_info: BaseException | None = None) -> None:
-    """A line for programs that log; `logging` is not imported for those that do not."""
+def _log(level: str, text: str, *about: str, error: BaseException | None = None) -> None:
+    """A line for programs that log, without secrets; `logging` is not imported for those that do not.
+
+    The traceback of an error is text, and no `exc_info`: what handlers would make of that nobody could redact.
+    """
     logging = sys.modules.get("logging")
     if logging is not None:
-        getattr(logging.getLogger("agent_run_ledger"), level)(text, *about, exc_info=exc_info)
+        if error is not None:
+            text, about = f"{text}\n%s", (*about, "".join(traceback.format_exception(error)).rstrip())
+        getattr(logging.getLogger("agent_run_ledger"), level)(text, *map(redacted, about))

@@ -124,6 +124,11 @@ class Limits(NamedTuple):
         return self.tokens, self.usd
 
     @property
+    def of_spending(self) -> Limits:
+        """Those that an audit holds the log to: of steps, tokens and dollars."""
+        return Limits(self.steps, self.tokens, self.usd)
+
+    @property
     def are_of_calls(self) -> bool:
         """Whether calls have to reserve what they may use of them."""
         return self.tokens is not None or self.usd is not None

@@ -323,9 +323,11 @@ def rebuild(annotation: object, plain: Any) -> Any:
 
 
 def _warn_left(annotation: object, error: Exception) -> None:
+    from agent_run_ledger.rules.redaction import Redactor  # only who has gone wrong needs it
+
     _note_once(
         f"left {annotation!r}",
-        f"stored data could not be made into {annotation!r} and is given back as plain data: {error}",
+        f"stored data could not be made into {annotation!r} and is given back as plain data: {Redactor().text(str(error))}",
     )
 
 

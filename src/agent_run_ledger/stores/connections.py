@@ -23,6 +23,7 @@ _PAGES_PER_COMMIT = 3  # the leaf of the table, the leaf of its index, and now a
 _LOG_PAGES = 2000  # a longer log makes every commit slower: 2 x at 40,000 pages
 _CHUNK_BYTES = 1 << 20
 _FORK_WAIT_SECONDS = 5.0
+_READERS_WAIT_MS = 500
 _never_closed: list[sqlite3.Connection] = []
 
 T = TypeVar("T")
@@ -205,6 +206,27 @@ class Connections:
                 os.close(log)
         self._is_log_whole = True
 
+    def sync_log(self) -> None:
+        """Have the bytes of the log on stable storage, whoever wrote them: what is not in the log is in the file, and synced."""
+        self.refuse_reentry()
+        with self.mutex:
+            try:
+                if self._is_log_whole:
+                    self._fsync_log()
+                else:
+                    self.lock.during(self._mend_log)
+            except OSError as error:
+                self._is_log_whole = False
+                raise named(error, self.path) from error
+
+    def _fsync_log(self) -> None:
+        with suppress(FileNotFoundError):  # then the file has all
+            log = os.open(self.path + "-wal", os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+            try:
+                os.fsync(log)
+            finally:
+                os.close(log)
+
     def mind_the_log(self, db: sqlite3.Connection, payload: bytes | None = None) -> None:
         """Count what was committed, under the lock file, and empty the log when it is long."""
         self.log_pages += _PAGES_PER_COMMIT if payload is None else _PAGES_PER_COMMIT + len(payload) // PAGE_BYTES
@@ -219,6 +241,33 @@ class Connections:
     def is_emptied(self) -> bool:
         """After a failed sync what reads back may be nowhere but in memory: only a synced copy in the file counts."""
         return self.under_lock(FULL, _empty_log)
+
+    def scrub(self) -> bool:
+        """Rewrite the file, so that no free page or gap holds what was deleted, and cut the log to nothing, synced.
+
+        False where somebody still reads an older state, which has to stay until he is done. He is not waited for for long: whoever
+        wants to write waits meanwhile.
+        """
+
+        def work(db: sqlite3.Connection) -> bool:
+            self.refuse_moved()
+            db.execute("VACUUM")
+            self.log_pages = _LOG_PAGES
+            try:
+                db.execute(f"PRAGMA busy_timeout={_READERS_WAIT_MS}")
+                busy, _, _ = db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+            finally:
+                db.execute(f"PRAGMA busy_timeout={int(self.lock.busy_seconds * 1000)}")
+            if not busy:
+                self.log_pages = 0
+            return not busy
+
+        self.refuse_reentry()
+        with self.mutex:
+            try:
+                return self.under_lock(FULL, work)
+            except (sqlite3.Error, OSError) as error:
+                raise self.failed(error) from error
 
     # --- reading ------------------------------------------------------------------------------------------------------
 

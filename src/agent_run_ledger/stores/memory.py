@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from agent_run_ledger.contract import Append, Beat, Head, Lease, Listing, QueueTerms, Request, Row, Summary
+from agent_run_ledger.contract import (
+    SECRET_BYTES,
+    Append,
+    Beat,
+    Erasure,
+    Head,
+    Lease,
+    Listing,
+    QueueTerms,
+    Request,
+    Row,
+    Summary,
+    Tombstone,
+)
 from agent_run_ledger.errors import (
     LeaseLost,
     LedgerError,
@@ -25,6 +39,7 @@ if TYPE_CHECKING:
     from agent_run_ledger.contract import Clock
 
 _FORGOTTEN_SECONDS = 86_400.0
+_ENDS = ("COMPLETED", "FAILED", "DEAD_LETTER", "CANCELLED")
 
 
 @dataclass(slots=True)
@@ -64,6 +79,7 @@ class MemoryStore:
     def __init__(self, *, clock: Clock | None = None) -> None:
         self.clock: Clock = clock or SystemClock()
         self._runs: dict[str, _Run] = {}
+        self._tombstones: dict[str, Tombstone] = {}
         self._beats: dict[str, tuple[bytes, float]] = {}
         self._is_closed = False
         self._renew_locks()
@@ -85,7 +101,7 @@ class MemoryStore:
     ) -> Lease | None:
         with self._mutex:
             self._refuse_if_closed()
-            if run_id in self._runs:
+            if run_id in self._runs or run_id in self._tombstones:
                 return None
             _refuse_gaps([], rows)
             elapsed = self.clock.elapsed()
@@ -108,7 +124,7 @@ class MemoryStore:
         with self._mutex:
             self._refuse_if_closed()
             here = self._runs.get(run_id)
-            if here is not None and here.moved_to is None:
+            if run_id in self._tombstones or (here is not None and here.moved_to is None):
                 return False
             before, asked = ([], []) if here is None else (here.rows, here.requests)
             _refuse_gaps(before, rows)
@@ -181,6 +197,15 @@ class MemoryStore:
         rows = self.read(run_id, seq - 1, limit=1) if seq > 0 else []
         return rows[0].payload if rows else None
 
+    def roots(self, run_id: str, seqs: Sequence[int]) -> dict[int, bytes]:
+        with self._mutex:
+            self._refuse_if_closed()
+            rows = self._runs[run_id].rows if run_id in self._runs else []
+            return {seq: rows[seq - 1].roots for seq in seqs if 0 < seq <= len(rows)}
+
+    def sync(self, run_id: str) -> None:
+        self._refuse_if_closed()
+
     def head(self, run_id: str) -> Head | None:
         with self._mutex:
             self._refuse_if_closed()
@@ -193,6 +218,15 @@ class MemoryStore:
             run = self._runs.get(run_id)
             return b"" if run is None else run.secret
 
+    def reseal(self, run_id: str, sealed: bytes, anew: bytes) -> bool:
+        with self._mutex:
+            self._refuse_if_closed()
+            run = self._runs.get(run_id)
+            if run is None or run.secret != sealed or min(len(sealed), len(anew)) <= SECRET_BYTES:
+                return False
+            run.secret = anew
+            return True
+
     def summaries(self, run_id: str | None = None) -> Iterator[Summary]:
         with self._mutex:
             self._refuse_if_closed()
@@ -200,7 +234,8 @@ class MemoryStore:
         for key in ids:
             with self._mutex:
                 self._refuse_if_closed()
-                run = self._runs[key]
+                if (run := self._runs.get(key)) is None:
+                    continue  # deleted since
                 summary = Summary(self._head(key, run), run.rows[0], run.rows[-1])
             yield summary
 
@@ -226,6 +261,42 @@ class MemoryStore:
             if run is not None and run.token == token:
                 run.note = note
 
+    def erase(self, run_id: str, token: int, rows: Sequence[Row], erasure: Erasure) -> None:
+        with self._mutex:
+            run = self._fenced(run_id, token)
+            if run.rows[rows[0].seq - 1 :] != list(rows):
+                _refuse_gaps(run.rows, rows)
+                run.rows.extend(rows)
+            for first, last in erasure.entries:
+                run.rows[first - 1 : last] = [
+                    row._replace(payload=None, digest=None, fingerprint=None, encoding=None)
+                    for row in run.rows[first - 1 : last]
+                ]
+            for first, last in erasure.requests:
+                asked = run.requests[first - 1 : last]
+                run.requests[first - 1 : last] = [replace(each, payload=b"{}", who="") for each in asked]
+            if erasure.secret:
+                run.secret = b""
+            run.note = None
+
+    def delete(self, tombstone: Tombstone, token: int) -> None:
+        with self._mutex:
+            run = self._fenced(tombstone.run_id, token)
+            if len(run.rows) != tombstone.size:
+                raise StoreError(f"run {tombstone.run_id!r} has grown, so it was not deleted; nothing was written.")
+            if json.loads(run.rows[-1].body)["state"] not in _ENDS:
+                raise StoreError("a run can be deleted once, and only after it has ended; nothing was written.")
+            self._tombstones[tombstone.run_id] = tombstone
+            del self._runs[tombstone.run_id]
+
+    def tombstone(self, run_id: str) -> Tombstone | None:
+        with self._mutex:
+            self._refuse_if_closed()
+            return self._tombstones.get(run_id)
+
+    def scrub(self) -> list[str]:
+        return []
+
     def check(self) -> Iterable[str]:
         return ()
 
@@ -240,7 +311,7 @@ class MemoryStore:
     def enqueue(self, run_id: str, secret: bytes, rows: Sequence[Row], listing: Listing, due_in: float) -> bool:
         with self._mutex:
             self._refuse_if_closed()
-            if run_id in self._runs:
+            if run_id in self._runs or run_id in self._tombstones:
                 return False
             _refuse_gaps([], rows)
             run = self._runs[run_id] = _Run(None, 0, 0.0, 0.0, secret, list(rows), listing, None)

@@ -8,7 +8,19 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-from agent_run_ledger.contract import Append, Beat, Head, Lease, Listing, QueueTerms, Request, Row, Summary
+from agent_run_ledger.contract import (
+    Append,
+    Beat,
+    Erasure,
+    Head,
+    Lease,
+    Listing,
+    QueueTerms,
+    Request,
+    Row,
+    Summary,
+    Tombstone,
+)
 from agent_run_ledger.errors import LeaseLost, LedgerError, RunMoved, RunNotFound, RunOwned, StoreError
 from agent_run_ledger.stores import lifetime
 from agent_run_ledger.stores.clock import boot_id
@@ -16,6 +28,7 @@ from agent_run_ledger.stores.connections import FULL, NORMAL, Connections
 from agent_run_ledger.stores.faults import leaves_doubt
 from agent_run_ledger.stores.holding import DEATHS, Held, Holding
 from agent_run_ledger.stores.schema import OBJECTS
+from agent_run_ledger.stores.sqlite_erasing import Erasing
 from agent_run_ledger.stores.sqlite_log import ROW, Log, kept_aside
 from agent_run_ledger.stores.sqlite_queues import News, SqliteQueues
 from agent_run_ledger.stores.timeline import Timeline
@@ -83,6 +96,9 @@ UNION ALL
 SELECT 'run ' || quote(run_id) || ' has a head and no entries' FROM (
     SELECT run_id FROM runs EXCEPT SELECT run_id FROM entries EXCEPT SELECT run_id FROM tombstones)
 UNION ALL
+SELECT 'run ' || quote(run_id) || ' has a tombstone and entries' FROM (
+    SELECT run_id FROM tombstones INTERSECT SELECT run_id FROM entries)
+UNION ALL
 SELECT 'run ' || quote(run_id) || ' has a payload that no entry names' FROM (
     SELECT run_id, digest FROM payloads WHERE bytes IS NOT NULL EXCEPT SELECT run_id, digest FROM entries)
 """
@@ -122,6 +138,7 @@ class SqliteStore:
         self._files = Connections(self.path, busy_seconds, read_only=read_only, migrations=migrations)
         self._log = Log(self._files, self._holding)
         self._news = News(self._files)
+        self._erasing = Erasing(self._files, self._log, self._holding)
         self._files.open()
         self._timeline = Timeline(self._files, clock)
         self._queues = SqliteQueues(self._files, self._log, self._holding, self._timeline, self._news, clock)
@@ -263,6 +280,24 @@ class SqliteStore:
     def payload(self, run_id: str, seq: int) -> bytes | None:
         return self._log.payload(run_id, seq)
 
+    def roots(self, run_id: str, seqs: Sequence[int]) -> dict[int, bytes]:
+        return self._log.roots(run_id, seqs)
+
+    def sync(self, run_id: str) -> None:
+        self._log.sync(run_id)
+
+    def erase(self, run_id: str, token: int, rows: Sequence[Row], erasure: Erasure) -> None:
+        self._erasing.erase(run_id, token, rows, erasure)
+
+    def delete(self, tombstone: Tombstone, token: int) -> None:
+        self._erasing.delete(tombstone, token)
+
+    def tombstone(self, run_id: str) -> Tombstone | None:
+        return self._erasing.tombstone(run_id)
+
+    def scrub(self) -> list[str]:
+        return self._erasing.scrub()
+
     # --- looking, and what others ask ---------------------------------------------------------------------------------
 
     def head(self, run_id: str) -> Head | None:
@@ -272,6 +307,9 @@ class SqliteStore:
     def secret(self, run_id: str) -> bytes:
         found = self._files.ask(_SECRET, run_id)
         return found[0][0] or b"" if found else b""
+
+    def reseal(self, run_id: str, sealed: bytes, anew: bytes) -> bool:
+        return self._erasing.reseal(run_id, sealed, anew)
 
     def summaries(self, run_id: str | None = None) -> Iterator[Summary]:
         statement, key = (_SUMMARIES_AFTER, cast(Any, 0)) if run_id is None else (_SUMMARY_OF, run_id)

@@ -6,6 +6,8 @@ import sqlite3
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from functools import partial
+from itertools import groupby
+from operator import itemgetter
 
 from agent_run_ledger.contract import Append, Listing, Row
 from agent_run_ledger.errors import LeaseLost, LedgerError, RunNotFound, StoreError, StoreUnavailable
@@ -44,12 +46,12 @@ VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
 
 _FENCE = "SELECT owner, fencing_token, inbox, note FROM runs WHERE run_id = ?"
 
-# A run of that id that exists leaves everything as it is; a tombstone of one is refused by a trigger.
+# A run of that id that exists, or a tombstone of one, leaves everything as it is.
 _MAKE = """
 INSERT INTO runs (run_id, fencing_token, owner, lease_until, lease_seconds, lease_boot,
     created_at, agent, queue, priority, key, due, inbox)
 SELECT ?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, ?12, ?13
-WHERE NOT EXISTS (SELECT 1 FROM runs WHERE run_id = ?1)
+WHERE NOT EXISTS (SELECT 1 FROM runs WHERE run_id = ?1) AND NOT EXISTS (SELECT 1 FROM tombstones WHERE run_id = ?1)
 RETURNING 1
 """
 
@@ -99,9 +101,6 @@ WHERE run_id = ? AND seq BETWEEN ? AND ? ORDER BY seq
 """
 
 
-_ROWS_ASIDE = 200
-
-
 class Log:
     """The entries of all runs of one store. What it promises is what `Store` promises of the same verbs."""
 
@@ -133,7 +132,7 @@ class Log:
             return False
         db.execute("INSERT INTO secrets (run_id, secret) VALUES (?, ?)", (run_id, secret))
         for rows in pages:
-            self._insert(db, run_id, rows)
+            self.insert(db, run_id, rows)
         return True
 
     def bring_back(
@@ -150,7 +149,7 @@ class Log:
         if db.execute(_COME_BACK, (run_id, token, inbox, due)).fetchone() is None:
             return False
         for rows in pages:
-            self._insert(db, run_id, rows)
+            self.insert(db, run_id, rows)
         return True
 
     def append(self, run_id: str, token: int, inbox: int, rows: Sequence[Row], *, synced: bool) -> bool:
@@ -207,6 +206,14 @@ class Log:
         found = self._files.ask(_PAYLOAD, run_id, seq)
         return found[0][0] if found else None
 
+    def roots(self, run_id: str, seqs: Sequence[int]) -> dict[int, bytes]:
+        places = ", ".join("?" * len(seqs))
+        statement = f"SELECT seq, roots FROM entries WHERE run_id = ? AND seq IN ({places})"
+        return dict(self._files.ask(statement, run_id, *seqs))
+
+    def sync(self, run_id: str) -> None:
+        self._files.sync_log()
+
     def _append_each(self, appends: Sequence[Append], answers: list[_Answer], db: sqlite3.Connection) -> None:
         self._files.log_pages += len(appends)  # each has a leaf of the index to itself
         for number, append in enumerate(appends):
@@ -226,7 +233,7 @@ class Log:
             if is_written:
                 return True
             _refuse(db, run_id, token, inbox)
-            return None if _stand(db, run_id, rows) else False
+            return None if stand(db, run_id, rows) else False
         except LedgerError as error:
             return error
         except sqlite3.Error as error:
@@ -235,7 +242,7 @@ class Log:
             is_alone = not leaves_doubt(error) or code(error) == 0
             if not is_alone or not db.in_transaction:
                 raise
-            return None if is_refused(error) and _stand(db, run_id, rows) else self._fault(error)
+            return None if is_refused(error) and stand(db, run_id, rows) else self._fault(error)
 
     def _append_whole(self, run_id: str, token: int, inbox: int, rows: Sequence[Row], db: sqlite3.Connection) -> bool:
         """All rows or none, in a transaction that goes on in either case."""
@@ -254,12 +261,13 @@ class Log:
         owner, *fence, note = db.execute(_FENCE, (run_id,)).fetchone() or (None, None, None, None)
         if owner is None or fence != [token, inbox]:
             return False
-        self._insert(db, run_id, rows)
+        self.insert(db, run_id, rows)
         if note is not None:
             db.execute("UPDATE runs SET note = NULL WHERE run_id = ?", (run_id,))
         return True
 
-    def _insert(self, db: sqlite3.Connection, run_id: str, rows: Sequence[Row]) -> None:
+    def insert(self, db: sqlite3.Connection, run_id: str, rows: Sequence[Row]) -> None:
+        """Write these rows in this transaction, whose caller has looked at the fence."""
         for row in rows:
             self._files.log_pages += len(row.payload or b"") // PAGE_BYTES
             if _is_large(row):
@@ -283,7 +291,7 @@ class Log:
 
     def _counts(self, run_id: str, rows: Sequence[Row], synced: bool) -> bool:
         """Whether rows that this call did not write count as written: they stand there, on stable storage if `synced`."""
-        if not _stand(self._files.ready(), run_id, rows):
+        if not stand(self._files.ready(), run_id, rows):
             return False
         if synced and not self._files.is_emptied():
             raise StoreUnavailable(_NOT_KNOWN_TO_BE_SYNCED)
@@ -299,7 +307,7 @@ class Log:
             with suppress(sqlite3.Error, OSError, StoreError):  # the first failure says more
                 db = self._files.ready()
                 are_there = [
-                    not self._holding.is_inherited(run_id, token) and _stand(db, run_id, rows)
+                    not self._holding.is_inherited(run_id, token) and stand(db, run_id, rows)
                     for run_id, token, _, rows in appends
                 ]
         return [
@@ -328,13 +336,14 @@ class Log:
 
 @contextmanager
 def kept_aside(pages: Iterable[Sequence[Row]]) -> Iterator[Iterable[Sequence[Row]]]:
-    """The same rows, all of them read and kept in a temporary file, however many they are."""
+    """The same rows in the same pages, all of them read and kept in a temporary file, however many they are."""
     with closing(sqlite3.connect("")) as file:
-        file.execute(f"CREATE TABLE aside ({', '.join(Row._fields)})")
-        for rows in pages:
-            file.executemany(f"INSERT INTO aside VALUES ({', '.join('?' * len(Row._fields))})", rows)
+        file.execute(f"CREATE TABLE aside (page, {', '.join(Row._fields)})")
+        for page, rows in enumerate(pages):
+            marks = ", ".join("?" * len(Row._fields))
+            file.executemany(f"INSERT INTO aside VALUES ({page}, {marks})", rows)
         found = file.execute("SELECT * FROM aside ORDER BY rowid")
-        yield iter(lambda: list(map(Row._make, found.fetchmany(_ROWS_ASIDE))), [])
+        yield ([Row._make(row[1:]) for row in kept] for _, kept in groupby(found, itemgetter(0)))
 
 
 def _refuse(db: sqlite3.Connection, run_id: str, token: int, inbox: int) -> None:
@@ -348,7 +357,7 @@ def _refuse(db: sqlite3.Connection, run_id: str, token: int, inbox: int) -> None
         raise StoreError(f"run {run_id!r}: an entry without kind, body or roots was refused; nothing was written.")
 
 
-def _stand(db: sqlite3.Connection, run_id: str, rows: Sequence[Row]) -> bool:
+def stand(db: sqlite3.Connection, run_id: str, rows: Sequence[Row]) -> bool:
     """Whether the ledger has exactly these rows already."""
     if not rows:
         return False

@@ -110,7 +110,7 @@ def _refused(append: Append, link: Link, synced: bool) -> bool:
         raise RunNotFound(run_id)
     if found[0] is None or found[1] != token:
         raise LeaseLost(run_id, token)
-    if _stand(link, run_id, rows):
+    if stand(link, run_id, rows):
         link.execute(_FENCE, fence)  # whoever wrote them need not have waited for the disk
         return True
     if found[2] != inbox:
@@ -120,7 +120,7 @@ def _refused(append: Append, link: Link, synced: bool) -> bool:
     )
 
 
-def _stand(link: Link, run_id: str, rows: Sequence[Row]) -> bool:
+def stand(link: Link, run_id: str, rows: Sequence[Row]) -> bool:
     """Whether the ledger has exactly these rows already."""
     if not rows:
         return False

@@ -86,6 +86,9 @@ def _plan(
         )
     if partitions is not None and (version or partitions < 1):
         raise StoreError(f"only a new ledger can be partitioned, into 1 part or more; {place} was not changed.")
+    if version:  # it stays as it was made
+        found = connection.execute(b"SELECT value <> 0 FROM meta WHERE key = 'triggers'").fetchone()
+        triggers = found is None or bool(found[0])
     name = sql.Identifier(schema).as_string()
     # Functions remember where the ledger stands, whoever calls them from wherever.
     plan = [f"SET LOCAL search_path TO {name}, pg_temp"] if version < SCHEMA_VERSION or grant else []

@@ -54,6 +54,16 @@ SELECT CASE WHEN payload IS NULL AND digest IS NOT NULL
 FROM entries e WHERE run_id = %s AND seq = %s
 """
 
+ROOTS = b"SELECT seq, roots FROM entries WHERE run_id = %s AND seq = ANY(%s::bigint[])"
+
+# How far the server has written its log, and how the log is divided. A standby has nothing that is not on its primary's disk.
+LOG_END = b"""
+SELECT CASE WHEN NOT pg_is_in_recovery() THEN pg_current_wal_insert_lsn() - '0/0'::pg_lsn END,
+    current_setting('wal_block_size')::bigint, (SELECT setting::bigint FROM pg_settings WHERE name = 'wal_segment_size')
+"""
+IS_FLUSHED_TO = b"SELECT pg_current_wal_flush_lsn() - '0/0'::pg_lsn >= %s::bigint"
+_PAGE_HEADER, _SEGMENT_HEADER = 24, 40
+
 _SUMMARIES = f"""
 SELECT {_HEAD.format("r")}, {_ROW.format("f")}, {_ROW.format("l")}, r.made
 FROM runs r
@@ -82,3 +92,12 @@ def as_summary(found: Sequence[Any]) -> Summary:
 def place_in_order(found: Sequence[Any]) -> tuple[object, ...]:
     """Where the run of a summary stands in the order in which runs were made."""
     return found[-1], found[0]
+
+
+def last_written(end: int, page: int, segment: int) -> int:
+    """Where the last record of the server's log ends, if the next one would begin at `end`.
+
+    At the beginning of a page that is past its header, which is not flushed before there is a record behind it.
+    """
+    header = _SEGMENT_HEADER if (end - end % page) % segment == 0 else _PAGE_HEADER
+    return end - header if end % page == header else end

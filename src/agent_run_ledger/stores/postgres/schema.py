@@ -11,7 +11,7 @@ import psycopg
 from agent_run_ledger.errors import NotALedger, SchemaTooNew, StoreError
 from agent_run_ledger.stores.postgres.link import Link, unhurried
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 """The number of the last file in `migrations`."""
 
 TABLES = ("meta", "entries", "payloads", "runs", "inbox", "secrets", "tombstones", "queues", "workers")
@@ -26,6 +26,7 @@ FUNCTIONS = (
     "refuse_without_tombstone",
     "refuse_with_tombstone",
     "refuse_before_the_end",
+    "refuse_unless_said",
 )
 
 _VERSION = b"SELECT value FROM meta WHERE key = 'schema'"
@@ -72,6 +73,9 @@ SELECT 'run ' || quote_literal(run_id) || ' has entries and no head' FROM (
 UNION ALL
 SELECT 'run ' || quote_literal(run_id) || ' has a head and no entries' FROM (
     SELECT run_id FROM runs EXCEPT SELECT run_id FROM entries EXCEPT SELECT run_id FROM tombstones) r
+UNION ALL
+SELECT 'run ' || quote_literal(run_id) || ' has a tombstone and entries' FROM (
+    SELECT run_id FROM tombstones INTERSECT SELECT run_id FROM entries) t
 UNION ALL
 SELECT 'run ' || quote_literal(run_id) || ' has a payload that no entry names' FROM (
     SELECT run_id, digest FROM payloads WHERE bytes IS NOT NULL EXCEPT SELECT run_id, digest FROM entries) p

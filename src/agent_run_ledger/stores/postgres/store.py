@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import psycopg
 
-from agent_run_ledger.contract import Append, Beat, Head, Lease, Listing, QueueTerms, Request, Row, Summary
+from agent_run_ledger.contract import (
+    SECRET_BYTES,
+    Append,
+    Beat,
+    Erasure,
+    Head,
+    Lease,
+    Listing,
+    QueueTerms,
+    Request,
+    Row,
+    Summary,
+    Tombstone,
+)
 from agent_run_ledger.errors import (
     LeaseLost,
     LedgerError,
@@ -21,8 +35,8 @@ from agent_run_ledger.errors import (
     StoreUnavailable,
 )
 from agent_run_ledger.stores import lifetime
+from agent_run_ledger.stores.postgres import erasing, reading
 from agent_run_ledger.stores.postgres import queues as waiting
-from agent_run_ledger.stores.postgres import reading
 from agent_run_ledger.stores.postgres.appending import append_row, append_together, is_large
 from agent_run_ledger.stores.postgres.bell import Bell
 from agent_run_ledger.stores.postgres.clock import SERVER_TIME
@@ -98,6 +112,13 @@ SELECT i.id, r.queue IS NOT NULL FROM inbox i JOIN runs r ON r.run_id = i.run_id
 WHERE i.run_id = %s AND i.nonce = %s AND {SYNCED}
 FOR NO KEY UPDATE OF r
 """.encode()
+
+# A lock of a row stands in the server's log, so that its commit waits for all that was written there before, and for the standby.
+_SYNC = f"SELECT 1 FROM runs WHERE run_id = %s AND {SYNCED} FOR NO KEY UPDATE".encode()
+_UNTIL_FLUSHED_SECONDS = 0.02
+
+
+T = TypeVar("T")
 
 
 class PostgresStore:
@@ -328,6 +349,33 @@ class PostgresStore:
 
         return self._links.run(work)
 
+    def erase(self, run_id: str, token: int, rows: Sequence[Row], erasure: Erasure) -> None:
+        if self._is_inherited(run_id, token):
+            raise LeaseLost(run_id, token)
+        self._take_away(partial(erasing.erase, run_id, token, rows, erasure))
+
+    def delete(self, tombstone: Tombstone, token: int) -> None:
+        if self._is_inherited(tombstone.run_id, token):
+            raise LeaseLost(tombstone.run_id, token)
+        self._take_away(partial(erasing.delete, tombstone, token))
+        self._held.pop(tombstone.run_id, None)
+
+    def _take_away(self, work: Callable[[Link], T]) -> T:
+        self._refuse_reading()
+        try:
+            return self._links.run(work)
+        except StoreError as error:
+            if isinstance(error.__cause__, psycopg.errors.InsufficientPrivilege):
+                raise erasing.refusal(self.place, error.__cause__) from error.__cause__
+            raise
+
+    def tombstone(self, run_id: str) -> Tombstone | None:
+        return self._links.run(lambda link: erasing.standing(link, run_id))
+
+    def scrub(self) -> list[str]:
+        self._refuse_reading()
+        return list(erasing.PENDING)
+
     # --- reading ------------------------------------------------------------------------------------------------------
 
     def read(
@@ -345,9 +393,27 @@ class PostgresStore:
     def head(self, run_id: str) -> Head | None:
         return self._links.run(partial(self._head, run_id))
 
+    def roots(self, run_id: str, seqs: Sequence[int]) -> dict[int, bytes]:
+        return dict(self._ask(reading.ROOTS, run_id, list(seqs)))
+
+    def sync(self, run_id: str) -> None:
+        if not self._links.read_only:
+            self._ask(_SYNC, run_id, "on")
+            return
+        end, page, segment = self._ask(reading.LOG_END)[0]
+        if end is not None:
+            written = reading.last_written(int(end), page, segment)
+            while not self._ask(reading.IS_FLUSHED_TO, written)[0][0]:
+                time.sleep(_UNTIL_FLUSHED_SECONDS)
+
     def secret(self, run_id: str) -> bytes:
         found = self._ask(reading.SECRET, run_id)
         return found[0][0] or b"" if found else b""
+
+    def reseal(self, run_id: str, sealed: bytes, anew: bytes) -> bool:
+        if min(len(sealed), len(anew)) <= SECRET_BYTES:
+            return False
+        return self._take_away(partial(erasing.reseal, run_id, sealed, anew))
 
     def summaries(self, run_id: str | None = None) -> Iterator[Summary]:
         if run_id is not None:

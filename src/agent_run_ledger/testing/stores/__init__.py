@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from agent_run_ledger.testing.stores.entries import EntriesContract
+from agent_run_ledger.testing.stores.forgetting import ForgettingContract
 from agent_run_ledger.testing.stores.looking import LookingContract
 from agent_run_ledger.testing.stores.moving import MovingContract
 from agent_run_ledger.testing.stores.ownership import OwnershipContract
@@ -19,6 +20,7 @@ class StoreContract(
     QueuesContract,
     WorkersContract,
     MovingContract,
+    ForgettingContract,
 ):
     """The conformance suite of `contract.Store`: a subclass per store, with pytest fixtures `store` and `clock`.
 

@@ -184,3 +184,29 @@ class EntriesContract:
         assert store.append("two", two.token, 1, [a_row(3)], synced=True)
         assert [row.payload for row in store.read("one")] == [b"{}", None]
         assert [row.payload for row in store.read("two")] == [b"{}", b"2", None]
+
+    # --- roots, and what is on stable storage -------------------------------------------------------------------------
+
+    def test_roots_are_those_of_the_entries_that_were_asked_for_and_no_others(self, store: Store) -> None:
+        lease = create(store, "r")
+        rows = [
+            a_row(seq, payload=b"x" * 200_000 if seq == 4 else None)._replace(roots=bytes([seq]) * 32 * seq)
+            for seq in range(2, 9)
+        ]
+        assert store.append("r", lease.token, 0, rows, synced=False)
+        assert store.roots("r", [4, 2, 8]) == {2: b"\2" * 64, 4: b"\4" * 128, 8: b"\x08" * 256}
+        assert store.roots("r", [9, 3, 0, -1, 3]) == {3: b"\3" * 96}
+        assert store.roots("r", []) == store.roots("nobody", [1]) == {}
+
+    def test_what_is_synced_stands_there_as_it_was_and_may_be_gone_on_with(self, store: Store) -> None:
+        lease = create(store, "r")
+        assert store.append("r", lease.token, 0, [a_row(2)], synced=False)
+        before = store.head("r")
+        store.sync("r")
+        store.sync("nobody")
+        after = store.head("r")
+        assert before is not None
+        assert after is not None
+        assert (after.owner, after.token, after.inbox) == (before.owner, before.token, before.inbox)
+        assert store.append("r", lease.token, 0, [a_row(3)], synced=False)
+        assert [row.seq for row in store.read("r")] == [1, 2, 3]
