@@ -672,7 +672,8 @@ class Mortal:
         def write(*args: Any, **kwargs: Any) -> Any:
             life = self.life
             if life.writes > life.at:
-                raise Crash
+                # the heart of a process that is dead does not beat any more: its thread is here all the same
+                raise StoreUnavailable("the process is dead") if verb.__name__ == "renew" else Crash
             life.writes += 1
             if life.writes <= life.at:
                 return verb(*args, **kwargs)

@@ -12,7 +12,17 @@ from typing import Any
 
 import pytest
 
-from agent_run_ledger import AgentRunLedger, Effect, LeaseLost, Receipt, RetryPolicy, Run, StepFailed, current_step
+from agent_run_ledger import (
+    AgentRunLedger,
+    Effect,
+    LeaseLost,
+    Receipt,
+    RetryPolicy,
+    Run,
+    StepFailed,
+    StoreUnavailable,
+    current_step,
+)
 from agent_run_ledger.contract import QueueTerms, Store
 from agent_run_ledger.stores.memory import MemoryStore
 from agent_run_ledger.testing import FakeClock
@@ -633,7 +643,8 @@ class Mortal:
     def _dying(self, verb: Callable[..., Any]) -> Callable[..., Any]:
         def write(*args: Any, **kwargs: Any) -> Any:
             if self.writes > self.at:
-                raise Crash
+                # the heart of a process that is dead does not beat any more: its thread is here all the same
+                raise StoreUnavailable("the process is dead") if verb.__name__ == "renew" else Crash
             self.writes += 1
             if self.writes <= self.at:
                 return verb(*args, **kwargs)
