@@ -108,6 +108,8 @@ class Repetition:
 
     def read(self, calls: Sequence[Call]) -> Reading:
         last, row = calls[-1], 1
+        if len(calls) < 2 or not last.is_again(calls[-2]):
+            return OK, self.limit - 2  # a row begins here at the earliest
         while row < self.limit * PATIENCE and row < len(calls) and last.repeats(calls[-1 - row]):
             row += 1
         if row < self.limit or row < self.limit * _patience((last,)):
