@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     class Sign(Protocol):
         """One way to see a loop: `read` says how many of the last calls are one, `continues` whether a call would be one more."""
 
+        @property
+        def is_of_one_question(self) -> bool:
+            """Whether it says ok wherever the last call does not ask what the one before it has asked."""
+
         def read(self, calls: Sequence[Call]) -> Reading:
             """What the last of these calls shows together with those before it."""
 
@@ -51,10 +55,14 @@ class Identical:
 
     limit: int
 
+    @property
+    def is_of_one_question(self) -> bool:
+        return self.limit > 1
+
     def read(self, calls: Sequence[Call]) -> Reading:
         last, count = calls[-1], 0
         if last.may_repeat:
-            return OK, self.limit - 1
+            return OK, 0
         for call in reversed(calls):
             if (call.input, call.outcome, call.tool) != (last.input, last.outcome, last.tool) or call.may_repeat:
                 break
@@ -62,7 +70,7 @@ class Identical:
             if count == self.limit:
                 break
         if count < self.limit:
-            return OK, self.limit - count - 1
+            return OK, 0
         reason = f"{last.tool!r} was called {count} times in a row with equal arguments and an equal outcome"
         return Verdict("certain", "identical_calls", reason, _numbers(calls[-count:])), 0
 
@@ -73,6 +81,8 @@ class Identical:
 @dataclass(frozen=True, slots=True)
 class Cycle:
     """The same two to six calls in the same order, with the same outcomes, are certain after their third turn."""
+
+    is_of_one_question = False
 
     def read(self, calls: Sequence[Call]) -> Reading:
         rests = TURNS * LONGEST_PERIOD
@@ -104,12 +114,11 @@ class Cycle:
 class Repetition:
     """`limit` calls in a row that differ only in fields which differ every time: request ids, times, the id of what was written."""
 
+    is_of_one_question = True
     limit: int
 
     def read(self, calls: Sequence[Call]) -> Reading:
         last, row = calls[-1], 1
-        if len(calls) < 2 or not last.is_again(calls[-2]):
-            return OK, self.limit - 2  # a row begins here at the earliest
         while row < self.limit * PATIENCE and row < len(calls) and last.repeats(calls[-1 - row]):
             row += 1
         if row < self.limit or row < self.limit * _patience((last,)):
@@ -127,6 +136,7 @@ class Repetition:
 class SimilarInputs:
     """`limit` calls of one tool in a row whose inputs are alike, cosine at or above `threshold`, and whose answers are the same."""
 
+    is_of_one_question = False
     limit: int
     threshold: float
     embedder: Embedder | None
@@ -177,6 +187,7 @@ class NothingNew:
     unchanged test after each edit is no loop.
     """
 
+    is_of_one_question = False
     limit: int
     embedder: Embedder | None
 
