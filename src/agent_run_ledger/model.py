@@ -22,6 +22,8 @@ MIN_FREE = "AGENT_RUN_LEDGER_MIN_FREE"
 class RunState(StrEnum):
     """Where a run stands. The last four are final (`is_terminal`)."""
 
+    __hash__ = str.__hash__  # an Enum's own is written in Python, and every transition looks one up
+
     PENDING = "PENDING"
     RUNNING = "RUNNING"
     BLOCKED = "BLOCKED"
@@ -44,6 +46,8 @@ for _state in RunState:
 class Event(StrEnum):
     """What can happen to a run."""
 
+    __hash__ = str.__hash__  # an Enum's own is written in Python, and every transition looks one up
+
     START_STEP = "START_STEP"
     STEP_SUCCESS = "STEP_SUCCESS"
     STEP_ERROR = "STEP_ERROR"
@@ -64,6 +68,8 @@ class Event(StrEnum):
 class StepState(StrEnum):
     """Where a step stands."""
 
+    __hash__ = str.__hash__  # an Enum's own is written in Python, and every transition looks one up
+
     PENDING = "PENDING"
     RUNNING = "RUNNING"
     COMPLETED = "COMPLETED"
@@ -74,6 +80,8 @@ class StepState(StrEnum):
 
 class Effect(StrEnum):
     """What a second dispatch of a tool would do to the outside world."""
+
+    __hash__ = str.__hash__  # an Enum's own is written in Python, and every transition looks one up
 
     READ = "READ"
     """No side effect: running it again harms nobody."""

@@ -86,8 +86,6 @@ class Usage:
         """
         if issubclass(type(obj), Usage):  # isinstance would ask the object
             return obj  # type: ignore[return-value]
-        if type(obj) is dict and _TELLING.isdisjoint(obj):
-            return None  # the usual case of a tool that calls no model, in one look
         for name in ("usage", "usage_metadata", "usageMetadata", None):
             try:
                 found = _read(obj if name is None else _field(obj, name))
@@ -107,14 +105,6 @@ _COUNTS = (
     "long_cache_write_tokens",
 )
 _NOTHING = Usage()
-_TELLING = frozenset(
-    {
-        "usage", "usage_metadata", "usageMetadata", "usd", "prompt_tokens", "input_tokens", "prompt_token_count", "promptTokenCount",
-        "inputTokens",
-    }
-)  # fmt: skip
-"""Of these names one at least is in every shape that is read."""
-
 
 def model_of(obj: object) -> str | None:
     """The model's name in a provider's response, or in the arguments of a call; None where there is none. Raises nothing."""
