@@ -196,7 +196,7 @@ _NOTHING = Options()
 _NOWHERE: Any = None
 
 
-@dataclass(slots=True)
+@dataclass
 class Call:
     """What the program asks for."""
 
@@ -220,44 +220,44 @@ class Call:
     """Dispatches over errors, crashes and reruns; 0: as its options say."""
     branch: Branch = _NOWHERE
     """The branch in which it is made: whoever makes it says so."""
-    maker: object = None
+    maker: object = field(default=None, init=False)
     """The task or thread that makes it."""
     place: str | None = None
     """Its position, where it has a name of its own as the steps of a pipeline have."""
     after: tuple[str, ...] = ()
     """The positions whose outputs it depends on."""
-    stored: bytes = b""
-    digest: bytes = b""
-    fetched: dict[int, bytes | None] = field(default_factory=dict)
+    stored: bytes = field(default=b"", init=False)
+    digest: bytes = field(default=b"", init=False)
+    fetched: dict[int, bytes | None] = field(default_factory=dict, init=False)
     """Payloads of the log that had to be looked up for it, by seq; None: erased."""
-    position: str = ""
+    position: str = field(default="", init=False)
     """Its place in the run, from the moment at which it is made."""
-    task: Any = None
+    task: Any = field(default=None, init=False)
     """The task that waits for it, where it is awaited."""
-    seen: int | None = None
+    seen: int | None = field(default=None, init=False)
     """The seq of the last outcome that its program had been handed, in an event loop, when it made this call or was interrupted."""
-    behind: frozenset[str] = frozenset()
+    behind: frozenset[str] = field(default=frozenset(), init=False)
     """The positions of the calls that were interrupted before it was made: its program has gone on behind them."""
-    since: int = 0
+    since: int = field(default=0, init=False)
     """How many entries its run had when it was made."""
-    was_dispatched: bool = False
-    is_delivered: bool = False
+    was_dispatched: bool = field(default=False, init=False)
+    is_delivered: bool = field(default=False, init=False)
     """Whether its program was given the outcome."""
-    coroutine: Callable[[], Any] | None = None
+    coroutine: Callable[[], Any] | None = field(default=None, init=False)
     """A weak reference to the coroutine that was made for it and has not begun."""
     wait: DurableWait | None = None
     """What it waits for, where it calls nobody."""
-    heard: int = 0
+    heard: int = field(default=0, init=False)
     """Up to which request of others its run was known when it was last looked whether that has come."""
     begins_run: bool = False
     """Whether what it calls is a run of its own."""
-    drawn: tuple[int, tuple[str, ...], Most | str] | None = None
+    drawn: tuple[int, tuple[str, ...], Most | str] | None = field(default=None, init=False)
     """For which attempt the accounts that its run shares were asked, which ones, and what they answered."""
-    questions: int = 0
+    questions: int = field(default=0, init=False)
     """How often the receiver was asked for its receipt, in this life."""
-    left: LeftBehind | None = None
+    left: LeftBehind | None = field(default=None, init=False)
     """What became of the thread of the step that it continues, once that is known."""
-    settles: bool = False
+    settles: bool = field(default=False, init=False)
     """Whether nobody asks for the outcome: recovery settles the step before its program runs."""
 
     @property

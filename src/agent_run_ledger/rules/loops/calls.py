@@ -39,7 +39,11 @@ class Asked:
     def key(self) -> str:
         """Equal for arguments that differ at most in case, in spaces, and in fields which, by their names, differ in every call."""
         if self._key is None:
-            self._key = self.input if self.text is None else wording.steady_arguments(self.text, self._named())
+            if self.text is None:
+                self._key = self.input
+            else:
+                self._names = wording.names(self.text)
+                self._key = wording.steady_arguments(self.text, self._names)
         return self._key
 
     def is_again(self, other: Asked) -> bool:
@@ -62,13 +66,11 @@ class Asked:
             return False
         return wording.is_replaced(self._in_fields(), other._in_fields())
 
-    def _named(self) -> list[str]:
-        if self._names is None:
-            self._names = wording.names(self.text or "")
-        return self._names
-
     def _spell(self) -> str:
-        self._letters = wording.letters(self.text or "", self._named())
+        text = self.text or ""
+        if self._names is None:
+            self._names = wording.names(text)
+        self._letters = wording.letters(text, self._names)
         return self._letters
 
     def _in_fields(self) -> wording.Fields:
