@@ -11,6 +11,7 @@ from agent_run_ledger.engine.effects import Draw
 from agent_run_ledger.engine.live import LiveRun
 from agent_run_ledger.rules import budget
 from agent_run_ledger.rules.budget import NOTHING, Amount, Most
+from agent_run_ledger.words import TELLS_USAGE
 
 if TYPE_CHECKING:
     from decimal import Decimal
@@ -129,6 +130,8 @@ def _told_by(value: object, arguments: object) -> Sequence[Metered]:
     """What a response tells. Some providers name the model in the request only."""
     if value is None or isinstance(value, str | bytes | int | float | list | tuple):
         return ()
+    if type(value) is dict and TELLS_USAGE.isdisjoint(value):
+        return ()  # the usual case of a tool that calls no model, in one look
     from agent_run_ledger.usage import Usage, model_of
 
     usage = Usage.read(value)

@@ -38,11 +38,13 @@ _JOURNAL_MAGIC = bytes.fromhex("d9d505f920a163d7")  # https://www.sqlite.org/fil
 
 def load_migrations() -> list[str]:
     """The scripts of `migrations`, in order: the n-th brings a file from version n-1 to version n."""
-    from importlib.resources import files
-
-    folder = files("agent_run_ledger.stores") / "migrations"
-    scripts = sorted((file for file in folder.iterdir() if file.name.endswith(".sql")), key=lambda file: file.name)
-    return [script.read_text(encoding="utf-8") for script in scripts]
+    folder = os.path.join(os.path.dirname(__file__), "migrations")
+    scripts = []
+    for name in sorted(os.listdir(folder)):
+        if name.endswith(".sql"):
+            with open(os.path.join(folder, name), encoding="utf-8") as script:
+                scripts.append(script.read())
+    return scripts
 
 
 class Database:

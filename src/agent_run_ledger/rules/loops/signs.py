@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
-from agent_run_ledger.model import Verdict
 from agent_run_ledger.rules.loops.calls import Asked, Call
+from agent_run_ledger.words import Verdict
 
-TYPE_CHECKING = False  # `typing` is not needed at run time, and not free to import
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import Protocol
@@ -40,8 +40,7 @@ def _patience(calls: Sequence[Call]) -> int:
     return PATIENCE if any(call.is_transient for call in calls) else 1
 
 
-@dataclass(frozen=True, slots=True)
-class Identical:
+class Identical(NamedTuple):
     """`limit` equal calls in a row with one equal outcome are a certain loop: nothing can change by asking once more."""
 
     limit: int
@@ -65,8 +64,7 @@ class Identical:
         return (asked.tool, asked.input) == (evidence[-1].tool, evidence[-1].input)
 
 
-@dataclass(frozen=True, slots=True)
-class Cycle:
+class Cycle(NamedTuple):
     """The same two to six calls in the same order, with the same outcomes, are certain after their third turn."""
 
     def read(self, calls: Sequence[Call]) -> Verdict:
@@ -91,8 +89,7 @@ class Cycle:
         return any(asked.is_again(call) for call in evidence)
 
 
-@dataclass(frozen=True, slots=True)
-class Repetition:
+class Repetition(NamedTuple):
     """`limit` calls in a row that differ only in fields which differ every time: request ids, times, the id of what was written."""
 
     limit: int
@@ -112,8 +109,7 @@ class Repetition:
         return asked.is_again(evidence[-1])
 
 
-@dataclass(frozen=True, slots=True)
-class SimilarInputs:
+class SimilarInputs(NamedTuple):
     """`limit` calls of one tool in a row whose inputs are alike, cosine at or above `threshold`, and whose answers are the same."""
 
     limit: int
@@ -158,8 +154,7 @@ class SimilarInputs:
         return asked.likeness(evidence[-1], self.embedder) >= self.threshold
 
 
-@dataclass(frozen=True, slots=True)
-class NothingNew:
+class NothingNew(NamedTuple):
     """`limit` steps in a row from which nothing was learnt: each asked again, or got an answer that was known already.
 
     A bare acknowledgement of a new call tells nothing either, but the call may have changed something: it ends the row. So an
