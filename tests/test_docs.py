@@ -803,7 +803,7 @@ def _plays(options: dict[str, Any], undeclared: str) -> tuple[str, str]:
 def module_table() -> str:
     """Every module with the first line of its docstring, floor by floor."""
     floors = [
-        ("0 words", ["errors.py", "model.py", "contract.py"]),
+        ("0 words", ["errors.py", "words.py", "model.py", "contract.py"]),
         ("1 rules", ["rules", "merkle.py", "checkpoints.py", "bundles.py", "usage.py", "prices.py"]),
         ("2 engine", ["engine"]),
         ("2 stores", ["stores"]),
