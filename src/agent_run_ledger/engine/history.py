@@ -557,7 +557,7 @@ class History:
         assert self._rule is not None
         self.verdict = self._rule.observe(call)
         if self._released is not None:
-            again = self._released.observe(call)
+            again = self._released.observe(copy(call))  # a call remembers with what it was compared
             if again.level != "ok" and not call.may_repeat:
                 self.verdict, self._rule = again, self._released
             self._released = None

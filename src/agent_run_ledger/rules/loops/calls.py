@@ -21,7 +21,7 @@ RECENT = 6
 class Asked:
     """What is asked for: a tool and its arguments."""
 
-    __slots__ = ("_fields", "_floats", "_words", "input", "key", "text", "tool")
+    __slots__ = ("_fields", "_floats", "_key", "_letters", "_names", "_words", "input", "text", "tool")
 
     def __init__(self, tool: str, input: str, text: str | None) -> None:
         self.tool = tool
@@ -29,11 +29,19 @@ class Asked:
         """Equal for equal arguments, such as their digest."""
         self.text = text
         """The canonical arguments; None where they are too long to be looked at, or erased."""
-        self.key = input if text is None else wording.steady_arguments(text)
-        """Equal for arguments that differ at most in case, in spaces, and in fields which, by their names, differ in every call."""
+        self._key: str | None = None
         self._fields: wording.Fields | None = None
+        self._names: list[str] | None = None
+        self._letters: str | None = None
         self._words: dict[str, int] | None = None
         self._floats: Sequence[float] | None = None
+
+    @property
+    def key(self) -> str:
+        """Equal for arguments that differ at most in case, in spaces, and in fields which, by their names, differ in every call."""
+        if self._key is None:
+            self._key = self.input if self.text is None else wording.steady_arguments(self.text, self._named())
+        return self._key
 
     def is_again(self, other: Asked) -> bool:
         """Whether it is the same question."""
@@ -43,13 +51,28 @@ class Asked:
         """Whether it asks about the same in other words, and not for the next of many things."""
         if self.text is None or other.text is None:
             return False
-        return wording.is_reworded(self._fields or self._in_fields(), other._fields or other._in_fields())
+        mine = self._letters if self._letters is not None else self._spell()
+        its = other._letters if other._letters is not None else other._spell()
+        if (
+            mine and its and mine != its and self._names == other._names
+        ):  # dozens of times at a step, where all answers are equal
+            return False
+        return wording.is_reworded(self._in_fields(), other._in_fields())
 
     def replaces(self, other: Asked) -> bool:
         """Whether it is about something else than the other, within the same frame of words."""
         if self.text is None or other.text is None:
             return False
         return wording.is_replaced(self._in_fields(), other._in_fields())
+
+    def _named(self) -> list[str]:
+        if self._names is None:
+            self._names = wording.names(self.text or "")
+        return self._names
+
+    def _spell(self) -> str:
+        self._letters = wording.letters(self.text or "", self._named())
+        return self._letters
 
     def _in_fields(self) -> wording.Fields:
         if self._fields is None:
@@ -123,8 +146,8 @@ class Call(Asked):
         """Whether it changed something; None where nobody says."""
         self.is_thought = is_thought
         """Whether it is the call of a model, which thinks about the steps and takes none."""
-        self.is_known = False
-        """Whether it told nothing that the calls before it had not told: set by whoever has seen those."""
+        self.is_known: bool | None = None
+        """Whether it told nothing that the calls before it had not told: set by whoever has compared it with those."""
         self.is_like_last: bool | None = None
         """Whether it asked nearly the same as the step before it and was told the same: set by whoever has compared them."""
         self._bare: bool | None = None
@@ -208,7 +231,7 @@ class Call(Asked):
         long_ago = [call for call in earlier[:-RECENT] if call.outcome == outcome]
         again: list[Call] = []
         for call in reversed([*long_ago, *earlier[-RECENT:]]):
-            if tool == call.tool and (self.input == call.input or key == call.key):
+            if tool == call.tool and (self.input == call.input or key == (call._key or call.key)):
                 if self.repeats(call):
                     return True
                 again.append(call)

@@ -51,9 +51,14 @@ _NAMES = re.compile(r'"([\w-]+)":')
 _FIELD = re.compile(r'"([\w-]+)":(?:"(?:[^"\\]|\\.)*"|[^][{},]+),?')
 
 
-def steady_arguments(text: str) -> str:
+def names(text: str) -> list[str]:
+    """The names of the fields of canonical arguments, as they stand one after the other."""
+    return _NAMES.findall(text)
+
+
+def steady_arguments(text: str, named: Sequence[str]) -> str:
     """Canonical arguments without case, runs of spaces, and the fields that are known, by name, to differ in every call."""
-    if any(map(is_volatile, _NAMES.findall(text))):
+    if any(map(is_volatile, named)):
         text = _FIELD.sub(_keep_unless_volatile, text)
     return " ".join(text.casefold().split())
 
@@ -86,13 +91,26 @@ def fields(text: str) -> Fields:
     return found
 
 
+_MARKS = str.maketrans("", "", "\"'`.,;:!?()[]{}")
+
+
+def letters(text: str, named: Sequence[str]) -> str:
+    """What is left of flat canonical arguments none of whose values has a space in it, without case and marks; empty for others.
+
+    Where the letters of two differ, and what their fields are `named` does not, neither is a rewording of the other: a value is one word.
+    """
+    if not text.isascii() or " " in text or "[" in text or text.count("{") != 1 or text.count('":') != len(named):
+        return ""
+    return text.casefold().translate(_MARKS)
+
+
 def is_reworded(one: Fields, other: Fields) -> bool:
     """Whether two questions are about the same: more than half of the words of every field that changed are in both.
 
     What stands between spaces is a word here. So a name, a path or a number is either the same or another one, and a call for the next
     of them is no rewording. Nor is what `is_replaced`.
     """
-    for place, (value, mine) in one.items():  # the one loop that is gone through for dozens of calls at every step
+    for place, (value, mine) in one.items():
         its = other.get(place)
         if its is not None and its[0] != value:
             shared, fewer = len(mine & its[1]), min(len(mine), len(its[1]))
