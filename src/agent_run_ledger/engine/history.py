@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable
+from copy import copy
 from typing import TYPE_CHECKING, Any
 
 from agent_run_ledger import merkle
@@ -566,8 +567,6 @@ class History:
 
     def look_ahead(self, rows: Iterable[tuple[Row, dict[str, Any]]]) -> Verdict:
         """What the rules would say with these entries, of which some are outcomes, behind the log."""
-        from copy import copy
-
         kept = self.verdict, self._rule, self._released, self.warned
         self._rule, self._released = copy(self._rule), copy(self._released)
         try:
