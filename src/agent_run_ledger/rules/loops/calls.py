@@ -224,7 +224,7 @@ class Call(Asked):
         It asks again and is answered again, if only in other words that have all been said; or it asks the same tool in other words and
         the answer is known; or it fails as another one did, whatever was asked and of whom.
         """
-        if self.may_repeat:
+        if self.may_repeat or not earlier:
             return False
         outcome, tool, key, is_error = self.outcome, self.tool, self.key, self.is_error
         may_be_known = is_error or not self.is_bare
