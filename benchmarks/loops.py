@@ -47,7 +47,8 @@ class Literally:
 
     def observe(self, call: Call) -> Verdict:
         self._calls.append(call)
-        return self._sign.read(list(self._calls))
+        verdict, _ = self._sign.read(list(self._calls))
+        return verdict
 
     def continues(self, asked: Asked) -> bool:
         return self._sign.continues(asked, self._calls)

@@ -173,7 +173,7 @@ class Agent(Registered):
     def apply(self, held: HeldRun) -> None:
         """Give the run the limits of its agent."""
         held.retry, held.fatal = self.retry, self.fatal
-        held.given = self.limits.over(held.given)
+        held.allow(self.limits.over(held.given))
 
     def call(self, run: Run, arguments: dict[str, Any]) -> Any:
         """Its function, as the program of this run."""

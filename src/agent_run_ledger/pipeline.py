@@ -162,7 +162,7 @@ class Execution:
         self._returns = {step.name: step.options.returns for step in order}
         self._schedule = Schedule(order, at_once)
         self.ended = self._schedule.ended
-        run.given = run.given._replace(steps=len(order))
+        run.allow(run.given._replace(steps=len(order)))
 
     def wiring(self) -> Flow[None]:
         """Make sure that this is the pipeline that is recorded."""

@@ -116,8 +116,7 @@ def next_attempt(run: LiveRun, call: Call, step: StepHistory, holds: Amount | No
 
 def _limits(run: LiveRun) -> dict[str, Any]:
     """What the run may use, where its program says otherwise than the log does so far: calls are held to what the log says."""
-    limits = run.limits.of_spending
-    return {} if limits == run.history.stated else {"limits": limits.written()}
+    return {} if run.spending == run.history.stated else {"limits": run.spending.written()}
 
 
 def _fields(call: Call, number: int, key: str, left: int) -> dict[str, Any]:

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     class Sign(Protocol):
         """One way to see a loop: `read` says how many of the last calls are one, `continues` whether a call would be one more."""
 
+        @property
+        def is_of_one_question(self) -> bool:
+            """Whether it says ok wherever the last call does not ask what the one before it has asked."""
+
         def read(self, calls: Sequence[Call]) -> Reading:
             """What the last of these calls shows together with those before it."""
 
@@ -50,10 +54,14 @@ class Identical(NamedTuple):
 
     limit: int
 
+    @property
+    def is_of_one_question(self) -> bool:
+        return self.limit > 1
+
     def read(self, calls: Sequence[Call]) -> Reading:
         last, count = calls[-1], 0
         if last.may_repeat:
-            return OK, self.limit - 1
+            return OK, 0
         for call in reversed(calls):
             if (call.input, call.outcome, call.tool) != (last.input, last.outcome, last.tool) or call.may_repeat:
                 break
@@ -61,7 +69,7 @@ class Identical(NamedTuple):
             if count == self.limit:
                 break
         if count < self.limit:
-            return OK, self.limit - count - 1
+            return OK, 0
         reason = f"{last.tool!r} was called {count} times in a row with equal arguments and an equal outcome"
         return Verdict("certain", "identical_calls", reason, _numbers(calls[-count:])), 0
 
@@ -71,6 +79,8 @@ class Identical(NamedTuple):
 
 class Cycle(NamedTuple):
     """The same two to six calls in the same order, with the same outcomes, are certain after their third turn."""
+
+    is_of_one_question = False
 
     def read(self, calls: Sequence[Call]) -> Reading:
         rests = TURNS * LONGEST_PERIOD
@@ -101,6 +111,7 @@ class Cycle(NamedTuple):
 class Repetition(NamedTuple):
     """`limit` calls in a row that differ only in fields which differ every time: request ids, times, the id of what was written."""
 
+    is_of_one_question = True
     limit: int
 
     def read(self, calls: Sequence[Call]) -> Reading:
@@ -121,6 +132,7 @@ class Repetition(NamedTuple):
 class SimilarInputs(NamedTuple):
     """`limit` calls of one tool in a row whose inputs are alike, cosine at or above `threshold`, and whose answers are the same."""
 
+    is_of_one_question = False
     limit: int
     threshold: float
     embedder: Embedder | None
@@ -170,6 +182,7 @@ class NothingNew(NamedTuple):
     unchanged test after each edit is no loop.
     """
 
+    is_of_one_question = False
     limit: int
     embedder: Embedder | None
 
