@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import NamedTuple
 
 from agent_run_ledger.rules.loops.calls import Asked, Call
 from agent_run_ledger.words import Verdict
@@ -49,10 +48,11 @@ def _patience(calls: Sequence[Call]) -> int:
     return PATIENCE if any(call.is_transient for call in calls) else 1
 
 
-class Identical(NamedTuple):
+class Identical:
     """`limit` equal calls in a row with one equal outcome are a certain loop: nothing can change by asking once more."""
 
-    limit: int
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
 
     @property
     def is_of_one_question(self) -> bool:
@@ -77,7 +77,7 @@ class Identical(NamedTuple):
         return (asked.tool, asked.input) == (evidence[-1].tool, evidence[-1].input)
 
 
-class Cycle(NamedTuple):
+class Cycle:
     """The same two to six calls in the same order, with the same outcomes, are certain after their third turn."""
 
     is_of_one_question = False
@@ -108,11 +108,13 @@ class Cycle(NamedTuple):
         return any(asked.is_again(call) for call in evidence)
 
 
-class Repetition(NamedTuple):
+class Repetition:
     """`limit` calls in a row that differ only in fields which differ every time: request ids, times, the id of what was written."""
 
     is_of_one_question = True
-    limit: int
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
 
     def read(self, calls: Sequence[Call]) -> Reading:
         last, row = calls[-1], 1
@@ -129,13 +131,15 @@ class Repetition(NamedTuple):
         return asked.is_again(evidence[-1])
 
 
-class SimilarInputs(NamedTuple):
+class SimilarInputs:
     """`limit` calls of one tool in a row whose inputs are alike, cosine at or above `threshold`, and whose answers are the same."""
 
     is_of_one_question = False
-    limit: int
-    threshold: float
-    embedder: Embedder | None
+
+    def __init__(self, limit: int, threshold: float, embedder: Embedder | None) -> None:
+        self.limit = limit
+        self.threshold = threshold
+        self.embedder = embedder
 
     def read(self, calls: Sequence[Call]) -> Reading:
         last, row = calls[-1], 1
@@ -175,7 +179,7 @@ class SimilarInputs(NamedTuple):
         return asked.likeness(evidence[-1], self.embedder) >= self.threshold
 
 
-class NothingNew(NamedTuple):
+class NothingNew:
     """`limit` steps in a row from which nothing was learnt: each asked again, or got an answer that was known already.
 
     A bare acknowledgement of a new call tells nothing either, but the call may have changed something: it ends the row. So an
@@ -183,8 +187,10 @@ class NothingNew(NamedTuple):
     """
 
     is_of_one_question = False
-    limit: int
-    embedder: Embedder | None
+
+    def __init__(self, limit: int, embedder: Embedder | None) -> None:
+        self.limit = limit
+        self.embedder = embedder
 
     def read(self, calls: Sequence[Call]) -> Reading:
         row, last = 0, calls[-1]
