@@ -13,12 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agent_run_ledger import AgentRunLedger, Effect, LoopDetectorPolicy, RetryPolicy, RunawayLoopDetectedException
-from agent_run_ledger.model import Verdict
-from agent_run_ledger.rules.loops import Detector, answered, looked_at, wording
+from agent_run_ledger.rules.loops import answered, looked_at, wording
 from agent_run_ledger.rules.loops.breaker import Breaker
 from agent_run_ledger.rules.loops.calls import LOOKED_AT, Asked, Call
+from agent_run_ledger.rules.loops.policy import Detector
 from agent_run_ledger.rules.loops.signs import LONGEST_PERIOD, TURNS, WINDOW
 from agent_run_ledger.testing import FakeClock
+from agent_run_ledger.words import Verdict
 from support.looping import LOOPS, ROUTE, STUBBORN, WORDS, Kind, Step, act, hexes, text
 
 

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from agent_run_ledger.words import TELLS_USAGE
+
 if TYPE_CHECKING:
     from decimal import Decimal
 
@@ -86,6 +88,8 @@ class Usage:
         """
         if issubclass(type(obj), Usage):  # isinstance would ask the object
             return obj  # type: ignore[return-value]
+        if type(obj) is dict and TELLS_USAGE.isdisjoint(obj):
+            return None
         for name in ("usage", "usage_metadata", "usageMetadata", None):
             try:
                 found = _read(obj if name is None else _field(obj, name))
@@ -105,6 +109,7 @@ _COUNTS = (
     "long_cache_write_tokens",
 )
 _NOTHING = Usage()
+
 
 def model_of(obj: object) -> str | None:
     """The model's name in a provider's response, or in the arguments of a call; None where there is none. Raises nothing."""

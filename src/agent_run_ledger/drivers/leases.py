@@ -31,11 +31,11 @@ from agent_run_ledger.errors import (
     StoreFull,
     StoreUnavailable,
 )
-from agent_run_ledger.model import RunState
 from agent_run_ledger.rules import canonical
 from agent_run_ledger.rules.budget import Limits
 from agent_run_ledger.rules.loops.breaker import Rule
 from agent_run_ledger.stores.room import Room
+from agent_run_ledger.words import RunState
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

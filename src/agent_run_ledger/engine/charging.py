@@ -11,6 +11,7 @@ from agent_run_ledger.engine.effects import Draw
 from agent_run_ledger.engine.live import LiveRun
 from agent_run_ledger.rules import budget
 from agent_run_ledger.rules.budget import NOTHING, Amount, Most
+from agent_run_ledger.words import TELLS_USAGE
 
 if TYPE_CHECKING:
     from decimal import Decimal
@@ -91,7 +92,7 @@ def charged(run: LiveRun, position: str, value: object, *, was_executed: bool = 
     nothing tells what they cost. An attempt that was surely never carried out costs nothing.
     """
     held = run.history.account.held.get(position, NOTHING)
-    metered = run.metered.get(position) if run.metered else None
+    metered: Sequence[Metered] | None = run.metered.get(position) if run.metered else None
     if not metered:
         call = run.made.get(position)
         metered = _told_by(value, call.arguments if call is not None else None)
@@ -129,8 +130,10 @@ def charged(run: LiveRun, position: str, value: object, *, was_executed: bool = 
 
 def _told_by(value: object, arguments: object) -> Sequence[Metered]:
     """What a response tells. Some providers name the model in the request only."""
-    if value is None or isinstance(value, _SAYS_NOTHING) or (type(value) is dict and _TELLING.isdisjoint(value)):
+    if value is None or isinstance(value, _SAYS_NOTHING):
         return ()
+    if type(value) is dict and TELLS_USAGE.isdisjoint(value):
+        return ()  # the usual case of a tool that calls no model, in one look
     from agent_run_ledger.usage import Usage, model_of
 
     usage = Usage.read(value)
@@ -138,14 +141,6 @@ def _told_by(value: object, arguments: object) -> Sequence[Metered]:
 
 
 _SAYS_NOTHING = (str, bytes, int, float, list, tuple)
-_TELLING = frozenset(
-    {
-        "usage", "usage_metadata", "usageMetadata", "usd", "prompt_tokens", "input_tokens", "prompt_token_count", "promptTokenCount",
-        "inputTokens",
-    }
-)  # fmt: skip
-"""Of these names one at least is in every shape that `Usage.read` knows."""
-
 _BUCKETS = (
     "input_tokens",
     "cache_read_tokens",

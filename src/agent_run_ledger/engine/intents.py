@@ -12,9 +12,9 @@ from agent_run_ledger.engine.identity import recorded_arguments
 from agent_run_ledger.engine.live import LiveRun
 from agent_run_ledger.engine.log import Draft
 from agent_run_ledger.errors import AttemptsExhausted, BudgetExceededException, StoreFull
-from agent_run_ledger.model import Effect, Event, StepState
 from agent_run_ledger.rules import budget, canonical, digests
 from agent_run_ledger.rules.budget import Amount
+from agent_run_ledger.words import Effect, Event, StepState
 
 
 def first_intent(

@@ -10,13 +10,13 @@ from agent_run_ledger.engine.log import Draft, Sealed
 from agent_run_ledger.engine.positions import branch_of, keyed, named, within
 from agent_run_ledger.engine.turns import Turns
 from agent_run_ledger.errors import ReplayDivergence, StepInDoubt, UnorderedStep
-from agent_run_ledger.model import Notice, RetryPolicy
 from agent_run_ledger.rules.budget import NO_LIMITS, NOTHING, Limits
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from agent_run_ledger.engine.call import Call
     from agent_run_ledger.engine.charging import Metered
+    from agent_run_ledger.model import Notice, RetryPolicy
     from agent_run_ledger.prices import Prices
 
 

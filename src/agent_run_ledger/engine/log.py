@@ -9,9 +9,9 @@ from agent_run_ledger import merkle
 from agent_run_ledger.contract import Row
 from agent_run_ledger.engine.account import COUNTED
 from agent_run_ledger.engine.history import History
-from agent_run_ledger.model import Event, RunState
 from agent_run_ledger.rules import compact, digests, lifecycle
 from agent_run_ledger.rules.budget import NOTHING
+from agent_run_ledger.words import Event, RunState
 
 Sealed = tuple[Row, dict[str, Any]]
 """A finished row and its body, not yet in the store."""

@@ -22,9 +22,9 @@ from agent_run_ledger.errors import (
     RunClosed,
     StepInDoubt,
 )
-from agent_run_ledger.model import Effect, Event
 from agent_run_ledger.rules import budget, canonical, digests, loops
 from agent_run_ledger.rules.budget import Amount
+from agent_run_ledger.words import Effect, Event
 
 
 def step(run: LiveRun, call: Call) -> Flow[Any]:

@@ -56,7 +56,9 @@ class Asked:
             return False
         mine = self._letters if self._letters is not None else self._spell()
         its = other._letters if other._letters is not None else other._spell()
-        if mine and its and mine != its and self._names == other._names:  # dozens of times at a step, where all answers are equal
+        if (
+            mine and its and mine != its and self._names == other._names
+        ):  # dozens of times at a step, where all answers are equal
             return False
         return wording.is_reworded(self._in_fields(), other._in_fields())
 
@@ -227,7 +229,7 @@ class Call(Asked):
         It asks again and is answered again, if only in other words that have all been said; or it asks the same tool in other words and
         the answer is known; or it fails as another one did, whatever was asked and of whom.
         """
-        if self.may_repeat:
+        if self.may_repeat or not earlier:
             return False
         outcome, tool, key, is_error = self.outcome, self.tool, self.key, self.is_error
         may_be_known = is_error or not self.is_bare

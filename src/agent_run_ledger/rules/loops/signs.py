@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import pairwise
 
-from agent_run_ledger.model import Verdict
 from agent_run_ledger.rules.loops.calls import Asked, Call
+from agent_run_ledger.words import Verdict
 
-TYPE_CHECKING = False  # `typing` is not needed at run time, and not free to import
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import Protocol
@@ -49,11 +48,11 @@ def _patience(calls: Sequence[Call]) -> int:
     return PATIENCE if any(call.is_transient for call in calls) else 1
 
 
-@dataclass(frozen=True, slots=True)
 class Identical:
     """`limit` equal calls in a row with one equal outcome are a certain loop: nothing can change by asking once more."""
 
-    limit: int
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
 
     @property
     def is_of_one_question(self) -> bool:
@@ -78,7 +77,6 @@ class Identical:
         return (asked.tool, asked.input) == (evidence[-1].tool, evidence[-1].input)
 
 
-@dataclass(frozen=True, slots=True)
 class Cycle:
     """The same two to six calls in the same order, with the same outcomes, are certain after their third turn."""
 
@@ -110,12 +108,13 @@ class Cycle:
         return any(asked.is_again(call) for call in evidence)
 
 
-@dataclass(frozen=True, slots=True)
 class Repetition:
     """`limit` calls in a row that differ only in fields which differ every time: request ids, times, the id of what was written."""
 
     is_of_one_question = True
-    limit: int
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
 
     def read(self, calls: Sequence[Call]) -> Reading:
         last, row = calls[-1], 1
@@ -132,14 +131,15 @@ class Repetition:
         return asked.is_again(evidence[-1])
 
 
-@dataclass(frozen=True, slots=True)
 class SimilarInputs:
     """`limit` calls of one tool in a row whose inputs are alike, cosine at or above `threshold`, and whose answers are the same."""
 
     is_of_one_question = False
-    limit: int
-    threshold: float
-    embedder: Embedder | None
+
+    def __init__(self, limit: int, threshold: float, embedder: Embedder | None) -> None:
+        self.limit = limit
+        self.threshold = threshold
+        self.embedder = embedder
 
     def read(self, calls: Sequence[Call]) -> Reading:
         last, row = calls[-1], 1
@@ -179,7 +179,6 @@ class SimilarInputs:
         return asked.likeness(evidence[-1], self.embedder) >= self.threshold
 
 
-@dataclass(frozen=True, slots=True)
 class NothingNew:
     """`limit` steps in a row from which nothing was learnt: each asked again, or got an answer that was known already.
 
@@ -188,8 +187,10 @@ class NothingNew:
     """
 
     is_of_one_question = False
-    limit: int
-    embedder: Embedder | None
+
+    def __init__(self, limit: int, embedder: Embedder | None) -> None:
+        self.limit = limit
+        self.embedder = embedder
 
     def read(self, calls: Sequence[Call]) -> Reading:
         row, last = 0, calls[-1]

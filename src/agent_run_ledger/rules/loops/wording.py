@@ -17,15 +17,15 @@ words = re.compile(r"\w+").findall
 
 # --- names of what differs in every call ------------------------------------------------------------------------------
 
-_VOLATILE = re.compile(
+# The longer patterns are compiled when a text is first looked at, which costs a process a millisecond: many never look at one.
+_VOLATILE = (
     r"(?:x[-_]?)?(?:request|req|trace|span|parent|correlation|client|invocation|operation|call|tool[-_]?call|message|session|run)"
     r"[-_]?(?:id|uuid|guid|token)"
     r"|idempotency[-_]?key|nonce|uuid|guid|etag"
     r"|(?:\w+[-_])?(?:timestamp|ts)|\w+[-_]at|(?:\w+[-_])?(?:ms|millis|elapsed|duration|latency|took)"
-    r"|(?:server|client|current|local|system)[-_]?time|(?:attempt|retry)(?:[-_]?(?:number|no|count))?|attempts|retries",
-    re.IGNORECASE,
+    r"|(?:server|client|current|local|system)[-_]?time|(?:attempt|retry)(?:[-_]?(?:number|no|count))?|attempts|retries"
 )
-_ID = re.compile(r"(?:\w+[-_])?(?:id|number|ref|reference|confirmation(?:[-_]code)?)_?", re.IGNORECASE)
+_ID = r"(?:\w+[-_])?(?:id|number|ref|reference|confirmation(?:[-_]code)?)_?"
 _IN_A_SENTENCE = frozenset({"request", "req", "trace", "id", "line", "attempt", "pid", "port", "ref"})
 
 
@@ -33,13 +33,13 @@ _IN_A_SENTENCE = frozenset({"request", "req", "trace", "id", "line", "attempt", 
 def is_volatile(name: str) -> bool:
     """Whether a field of this name tells one call from the next and nothing else. Values are never looked at."""
     spelt = f"{name[:-2]}_{name[-2:]}" if name[-2:] in ("At", "Id") else name  # createdAt is created_at
-    return _VOLATILE.fullmatch(spelt) is not None
+    return re.fullmatch(_VOLATILE, spelt, re.IGNORECASE) is not None
 
 
 @lru_cache(maxsize=1024)
 def is_fresh(name: str) -> bool:
     """Whether a field of this name is volatile, or is new in the answer of every write: its id, which a sentence calls `#481`."""
-    return name == "#" or is_volatile(name) or _ID.fullmatch(name) is not None or name.endswith("Id")
+    return name == "#" or is_volatile(name) or name.endswith("Id") or re.fullmatch(_ID, name, re.I) is not None
 
 
 def is_volatile_in_error(name: str) -> bool:
@@ -48,7 +48,7 @@ def is_volatile_in_error(name: str) -> bool:
 
 
 _NAMES = re.compile(r'"([\w-]+)":')
-_FIELD = re.compile(r'"([\w-]+)":(?:"(?:[^"\\]|\\.)*"|[^][{},]+),?')
+_FIELD = r'"([\w-]+)":(?:"(?:[^"\\]|\\.)*"|[^][{},]+),?'
 
 
 def names(text: str) -> list[str]:
@@ -59,7 +59,7 @@ def names(text: str) -> list[str]:
 def steady_arguments(text: str, named: Sequence[str]) -> str:
     """Canonical arguments without case, runs of spaces, and the fields that are known, by name, to differ in every call."""
     if any(map(is_volatile, named)):
-        text = _FIELD.sub(_keep_unless_volatile, text)
+        text = re.sub(_FIELD, _keep_unless_volatile, text)
     return " ".join(text.casefold().split())
 
 
@@ -186,7 +186,7 @@ def complaint(text: str, asked: str) -> str:
 
 # --- what kind of answer it is ----------------------------------------------------------------------------------------
 
-_TRANSIENT = re.compile(
+_TRANSIENT = (
     r"\b(?:408|425|429|50[0234]|52[0-9])\b|timed[ -]?out|time-?out|too many requests|rate.?limit|temporar|unavailable|overloaded"
     r"|connection ?(?:reset|refused|aborted)|broken ?pipe|try again later"
 )
@@ -195,7 +195,7 @@ _READ_OF_AN_ERROR = 400
 
 def is_transient(error: str) -> bool:
     """Whether an error says that the same call may well succeed a moment later: 429, 5xx, timeouts, connections."""
-    return _TRANSIENT.search(error[:_READ_OF_AN_ERROR].lower()) is not None
+    return re.search(_TRANSIENT, error[:_READ_OF_AN_ERROR].lower()) is not None
 
 
 _ERROR_TEXT = re.compile(r"""\s*(?:[{]\s*["']error["']|error\b|exception\b|traceback\b|fatal\b)""", re.IGNORECASE)
