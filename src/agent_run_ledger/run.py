@@ -496,7 +496,9 @@ def function_call(
         raise InvalidArguments(
             f"{tool!r} is a generator function: calling it runs nothing of it; nothing was dispatched. Return a list."
         )
-    passes = bool(takes.required) or (bool(arguments) and all(name in takes.names for name in arguments))
+    passes = bool(takes.required)
+    if not passes and takes.names:
+        passes = bool(arguments) and all(name in takes.names for name in arguments)
     if takes.required:
         functions.check_arguments(tool, takes, arguments)
     annotated = passes and getattr(function, "__annotations__", None)

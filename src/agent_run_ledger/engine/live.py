@@ -65,6 +65,8 @@ class LiveRun:
     """Those of them that the log says and an audit holds it to."""
     gives_notice: bool
     """Whether anything is said before it is refused."""
+    limits_calls: bool
+    """Whether anything limits what calls use, and not only how many there are."""
 
     def __init__(
         self, history: History, token: int, given: Limits, undeclared: str, reactions: Mapping[str, str]
@@ -140,6 +142,7 @@ class LiveRun:
         if within:
             limits = limits._replace(within=tuple(sorted({*within, *(limits.within or ())})))
         self.limits, self.spending = limits, limits.of_spending
+        self.limits_calls = limits.are_of_calls or limits.seconds is not None or limits.within is not None
         self.gives_notice = limits.notice_at is not None or "notice" in self.reactions.values()
 
     @property

@@ -132,7 +132,10 @@ class Connections:
             db = self.ready()
         lock = self.lock
         try:
-            lock.acquire()
+            try:
+                lock.take()
+            except OSError:
+                lock.acquire()
             if level != self._level:
                 self._set_level(db, level)
             is_written = db.execute(statement, values).rowcount == 1

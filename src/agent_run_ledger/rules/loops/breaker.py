@@ -59,7 +59,7 @@ class Breaker:
         calls.append(call)
         is_aside = call.is_aside
         if not is_aside:
-            asks_again = bool(steps) and call.is_again(steps[-1])
+            asks_again = bool(steps) and call.tool == steps[-1].tool and call.is_again(steps[-1])
             if self._rests and not asks_again and last is steps[-1]:
                 steps.append(call)
                 self._rests -= 1

@@ -19,9 +19,14 @@ RECENT = 6
 
 
 class Asked:
-    """What is asked for: a tool and its arguments."""
+    """What is asked for: a tool and its arguments. What is worked out of them is worked out when it is needed, once."""
 
-    __slots__ = ("_fields", "_floats", "_key", "_letters", "_names", "_words", "input", "text", "tool")
+    _key: str | None = None
+    _fields: wording.Fields | None = None
+    _names: list[str] | None = None
+    _letters: str | None = None
+    _words: dict[str, int] | None = None
+    _floats: Sequence[float] | None = None
 
     def __init__(self, tool: str, input: str, text: str | None) -> None:
         self.tool = tool
@@ -29,18 +34,16 @@ class Asked:
         """Equal for equal arguments, such as their digest."""
         self.text = text
         """The canonical arguments; None where they are too long to be looked at, or erased."""
-        self._key: str | None = None
-        self._fields: wording.Fields | None = None
-        self._names: list[str] | None = None
-        self._letters: str | None = None
-        self._words: dict[str, int] | None = None
-        self._floats: Sequence[float] | None = None
 
     @property
     def key(self) -> str:
         """Equal for arguments that differ at most in case, in spaces, and in fields which, by their names, differ in every call."""
         if self._key is None:
-            self._key = self.input if self.text is None else wording.steady_arguments(self.text, self._named())
+            if self.text is None:
+                self._key = self.input
+            else:
+                self._names = wording.names(self.text)
+                self._key = wording.steady_arguments(self.text, self._names)
         return self._key
 
     def is_again(self, other: Asked) -> bool:
@@ -65,13 +68,11 @@ class Asked:
             return False
         return wording.is_replaced(self._in_fields(), other._in_fields())
 
-    def _named(self) -> list[str]:
-        if self._names is None:
-            self._names = wording.names(self.text or "")
-        return self._names
-
     def _spell(self) -> str:
-        self._letters = wording.letters(self.text or "", self._named())
+        text = self.text or ""
+        if self._names is None:
+            self._names = wording.names(text)
+        self._letters = wording.letters(text, self._names)
         return self._letters
 
     def _in_fields(self) -> wording.Fields:
@@ -115,10 +116,15 @@ class Asked:
 class Call(Asked):
     """One call and how it ended."""
 
-    __slots__ = (
-        "_bare", "_complaint", "_pieces", "_transient", "answer", "is_error", "is_known", "is_like_last", "is_thought",
-        "may_repeat", "number", "outcome", "write",
-    )  # fmt: skip
+    is_known: bool | None = None
+    """Whether it told nothing that the calls before it had not told: set by whoever has compared it with those."""
+    is_like_last: bool | None = None
+    """Whether it asked nearly the same as the step before it and was told the same: set by whoever has compared them."""
+    _error: bool | None = None
+    _bare: bool | None = None
+    _transient: bool | None = None
+    _pieces: list[str] | None = None
+    _complaint: str | None = None
 
     def __init__(
         self,
@@ -133,27 +139,26 @@ class Call(Asked):
         write: bool | None = None,
         is_thought: bool = False,
     ) -> None:
-        super().__init__(tool, input, text)
         self.number = number
         """The step's number, from 1."""
+        self.tool, self.input, self.text = tool, input, text
         self.outcome = outcome
         """Equal for equal outputs, and for errors of equal type and message."""
         self.answer = answer
         """The output, as it is where it is a text and else as canonical JSON, or `Type: message` of the error; None as for `text`."""
-        self.is_error = is_error or (answer is not None and wording.is_error_text(answer))
+        self.has_raised = is_error
         self.may_repeat = may_repeat
         self.write = write
         """Whether it changed something; None where nobody says."""
         self.is_thought = is_thought
         """Whether it is the call of a model, which thinks about the steps and takes none."""
-        self.is_known: bool | None = None
-        """Whether it told nothing that the calls before it had not told: set by whoever has compared it with those."""
-        self.is_like_last: bool | None = None
-        """Whether it asked nearly the same as the step before it and was told the same: set by whoever has compared them."""
-        self._bare: bool | None = None
-        self._transient: bool | None = None
-        self._pieces: list[str] | None = None
-        self._complaint: str | None = None
+
+    @property
+    def is_error(self) -> bool:
+        """Whether it failed, or returned an error as its output."""
+        if self._error is None:
+            self._error = self.has_raised or (self.answer is not None and wording.is_error_text(self.answer))
+        return self._error
 
     @property
     def is_transient(self) -> bool:
