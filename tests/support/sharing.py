@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -129,7 +129,7 @@ def _as_seen_by(me: str, answer: Any) -> Any:
     if isinstance(answer, Lease):
         return answer._replace(owner=ME)
     if isinstance(answer, Head) and answer.owner is not None:
-        return replace(answer, owner=ME if answer.owner == me else "another")
+        return answer._replace(owner=ME if answer.owner == me else "another")
     return tuple(answer) if isinstance(answer, list) else answer
 
 
