@@ -125,6 +125,8 @@ def _intend(call: Call, run: LiveRun, moment: Moment) -> Plan:
     step = history.positions.get(position)
     if step is None:
         return _begin(run, call, position, moment)
+    if (step.tool, step.digest, step.dependencies) == (call.tool, call.digest, call.after) and step.stands:
+        return Plan(is_replay=True)  # the usual replay, in one look
     if lacks_arguments(call, step):
         return Plan(answer=Fetch(run, step.seq))
     if (differs := divergence(run, call, step)) is not None:
