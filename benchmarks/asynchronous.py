@@ -5,16 +5,16 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator
 
-from harness import Bench, NotMeasured, Subject
+from harness import Bench, Subject
 from tables import Row, Table, Wanted
 
-RUNS = (1, 16, 256)
+RUNS, QUICK = (1, 16, 256), (1, 256)
+OURS, PROBE = "agent-run-ledger", "bare probe"
 SUBJECTS = {
-    "agent-run-ledger": ("ledger", {"NORMAL": ["process"], "FULL": ["full"]}),
+    OURS: ("ledger", {"NORMAL": ["process"], "FULL": ["full"]}),
     "LangGraph": ("on_langgraph", {"NORMAL": ["NORMAL", "async"], "FULL": ["FULL", "async"]}),
     "DBOS": ("on_dbos", {"NORMAL": ["NORMAL", "async"], "FULL": ["FULL", "async"]}),
 }
-PROBE = "bare probe"
 WANTED = {
     ("NORMAL", 256): [Wanted("steps/s", at_least=18_000), Wanted("steps/s", at_least=25_000, note="stretch")],
     ("NORMAL", 1): [Wanted("steps/s", at_least=8_000)],
@@ -40,25 +40,22 @@ def throughput(bench: Bench, level: str, durability: str, title: str) -> Table:
         {"steps/s": 0, "µs a step": 1, "of the probe": 3},
     )
     bench.say(table.title)
-    for runs in RUNS:
-        rates: dict[str, list[float]] = {}
-        errors: dict[str, str] = {}
-        for _ in range(2 if bench.is_quick else 5):
-            for name, (program, options) in {PROBE: ("floor", {level: [level]}), **SUBJECTS}.items():
-                if name in errors:
-                    continue
-                try:
-                    with bench.subject(program, bench.place(), *options[level]) as subject:
-                        rates.setdefault(name, []).append(rate(subject, runs, 0.3 if bench.is_quick else 1.0))
-                except NotMeasured as error:
-                    errors[name] = str(error)
-        probe = statistics.median(rates[PROBE])
-        for name, found in rates.items():
-            median = statistics.median(found)
-            figures = {"steps/s": median, "µs a step": 1e6 / median, "of the probe": median / probe}
-            wanted = WANTED.get((level, runs), ()) if name == "agent-run-ledger" else ()
-            table.add(f"{_runs(runs)}: {name}", figures, *wanted)
-        table.rows += [Row(f"{_runs(runs)}: {name}", error=error) for name, error in errors.items()]
+    programs = {PROBE: ("floor", {level: [level]}), **SUBJECTS}
+    wanted = {name: (program, bench.place(), options[level]) for name, (program, options) in programs.items()}
+    with bench.subjects(wanted, "throughput", 1, 2) as started:
+        for runs in QUICK if bench.is_quick else RUNS:
+            rates: dict[str, list[float]] = {}
+            for _ in range(1 if bench.is_quick else 5):
+                for name in list(started.subjects):
+                    found = started.trying(name, rate, runs, 0.3 if bench.is_quick else 1.0)
+                    rates.setdefault(name, []).extend([found] if found else [])
+            probe = statistics.median(rates[PROBE])
+            for name in started.subjects:
+                median = statistics.median(rates[name])
+                figures = {"steps/s": median, "µs a step": 1e6 / median, "of the probe": median / probe}
+                limits = WANTED.get((level, runs), ()) if name == OURS else ()
+                table.add(f"{_runs(runs)}: {name}", figures, *limits)
+        table.rows += [Row(name, error=error) for name, error in started.errors.items()]
     return table
 
 

@@ -17,13 +17,14 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, NamedTuple, TypeVar
 
+T = TypeVar("T")
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 SUBJECTS = HERE / "subjects"
@@ -93,6 +94,23 @@ class Subject:
         return pipe
 
 
+@dataclass
+class Started:
+    """Subjects that answer, and what those said that do not."""
+
+    subjects: dict[str, Subject] = field(default_factory=dict)
+    errors: dict[str, str] = field(default_factory=dict)
+
+    def trying(self, name: str, ask: Callable[..., T], *given: Any) -> T | None:
+        """Ask one of them; where that fails it is no longer one of them, and the answer is None."""
+        try:
+            return ask(self.subjects[name], *given)
+        except NotMeasured as error:
+            del self.subjects[name]
+            self.errors[name] = str(error)
+            return None
+
+
 def last_words(said: str, status: int) -> str:
     """The last line that a process wrote about its end."""
     return next((line.strip() for line in reversed(said.splitlines()) if line.strip()), f"exit status {status}")
@@ -115,8 +133,11 @@ class Burst(NamedTuple):
 Rounds = Mapping[str, Sequence[Burst]]
 
 
-def in_turns(floor: Subject, subjects: Mapping[str, Subject], *, rounds: int, seconds: float) -> dict[str, list[Burst]]:
-    """Bursts of about so many seconds, all subjects in each round, the floor before and after each."""
+def in_turns(floor: Subject, started: Started, *, rounds: int, seconds: float) -> dict[str, list[Burst]]:
+    """Bursts of about so many seconds, all subjects in each round, the floor before and after each.
+
+    A subject that fails is among the errors from then on.
+    """
 
     def burst(subject: Subject, count: int) -> list[float]:
         taken: list[float] = subject.ask("steps", count)
@@ -127,13 +148,16 @@ def in_turns(floor: Subject, subjects: Mapping[str, Subject], *, rounds: int, se
         each = statistics.median(subject.ask("steps", 20))
         return int(min(2_000, max(10, seconds * 1e6 / each)))
 
-    counts = {name: how_many(subject) for name, subject in subjects.items()}
+    counts = {name: count for name in list(started.subjects) if (count := started.trying(name, how_many))}
     least = max(20, how_many(floor) // 2)
-    measured: dict[str, list[Burst]] = {name: [] for name in subjects}
+    measured: dict[str, list[Burst]] = {name: [] for name in counts}
     for _ in range(rounds):
         before = statistics.median(burst(floor, least))
-        for name, subject in subjects.items():
-            taken = burst(subject, counts[name])
+        for name in list(started.subjects):
+            taken = started.trying(name, burst, counts[name])
+            if taken is None:
+                del measured[name]
+                continue
             after = statistics.median(burst(floor, least))
             measured[name].append(Burst((before + after) / 2, taken))
             before = after
@@ -245,27 +269,20 @@ class Bench:
             subject.close()
 
     @contextmanager
-    def subjects(self, wanted: Mapping[str, tuple[str, object, Sequence[str]]]) -> Iterator[Started]:
-        """Several of them, by name: program, place and options. What does not start is told in `errors`."""
+    def subjects(self, wanted: Mapping[str, tuple[str, object, Sequence[str]]], *trial: Any) -> Iterator[Started]:
+        """Several of them, by name: program, place and options. What does not start, or fails at the trial, is told in `errors`."""
         with ExitStack() as stack:
             started = Started()
             for name, (program, place, options) in wanted.items():
                 try:
                     started.subjects[name] = stack.enter_context(self.subject(program, place, *options))
-                    started.subjects[name].ask("steps", 1)
                 except NotMeasured as error:
-                    started.subjects.pop(name, None)
                     started.errors[name] = str(error)
-                    self.say(f"not measured: {name}: {error}")
+                else:
+                    started.trying(name, Subject.ask, *trial)
             yield started
-
-
-@dataclass
-class Started:
-    """Subjects that answer, and what those said that do not."""
-
-    subjects: dict[str, Subject] = field(default_factory=dict)
-    errors: dict[str, str] = field(default_factory=dict)
+            for name, why in started.errors.items():
+                self.say(f"not measured: {name}: {why}")
 
 
 def environment(program: str) -> dict[str, str]:

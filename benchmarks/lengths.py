@@ -23,10 +23,8 @@ def measure(bench: Bench) -> Iterator[Table]:
     bench.say(table.title)
     wanted = {f"{length:,} steps": ("ledger", bench.place(), ["process", str(length)]) for length in lengths}
     first = next(iter(wanted))
-    with bench.subject("floor", bench.place(), "NORMAL") as floor, bench.subjects(wanted) as started:
-        rounds = in_turns(
-            floor, started.subjects, rounds=3 if bench.is_quick else 21, seconds=0.03 if bench.is_quick else 0.08
-        )
+    with bench.subject("floor", bench.place(), "NORMAL") as floor, bench.subjects(wanted, "steps", 1) as started:
+        rounds = in_turns(floor, started, rounds=3 if bench.is_quick else 21, seconds=0.03 if bench.is_quick else 0.08)
         table.rows.append(Row("floor F", floor_cost(rounds), note=floor.promise))
         for name, bursts in rounds.items():
             row = Row(name, cost(bursts), note=started.subjects[name].promise)

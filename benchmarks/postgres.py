@@ -47,9 +47,9 @@ def steps(bench: Bench, made: Databases, table: Table, level: str, programs: Pro
     bench.say(table.title)
     places = {name: made.ledger() if program == "ledger" else made.empty() for name, (program, _) in programs.items()}
     wanted = {name: (program, places[name], options) for name, (program, options) in programs.items()}
-    with bench.subject("floor", made.empty(), level) as floor, bench.subjects(wanted) as started:
+    with bench.subject("floor", made.empty(), level) as floor, bench.subjects(wanted, "steps", 1) as started:
         # short turns, for a server's own work comes and goes
-        rounds = in_turns(floor, started.subjects, rounds=4 if bench.is_quick else 60, seconds=0.012)
+        rounds = in_turns(floor, started, rounds=4 if bench.is_quick else 60, seconds=0.012)
         table.rows.append(Row("floor F", floor_cost(rounds), note=floor.promise))
         fill(table, rounds, {name: subject.promise for name, subject in started.subjects.items()})
     table.rows += [Row(name, error=error) for name, error in started.errors.items()]

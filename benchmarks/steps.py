@@ -151,10 +151,8 @@ def _measured(
     """Fill the table: the floor, then each subject in turn with it."""
     bench.say(table.title)
     wanted = {name: (program, bench.place(folder), options) for name, (program, options) in subjects.items()}
-    with bench.subject("floor", bench.place(folder), level) as floor, bench.subjects(wanted) as started:
-        rounds = in_turns(
-            floor, started.subjects, rounds=3 if bench.is_quick else 21, seconds=0.03 if bench.is_quick else 0.08
-        )
+    with bench.subject("floor", bench.place(folder), level) as floor, bench.subjects(wanted, "steps", 1) as started:
+        rounds = in_turns(floor, started, rounds=3 if bench.is_quick else 21, seconds=0.03 if bench.is_quick else 0.08)
         table.rows.append(Row("floor F", floor_cost(rounds), note=floor.promise))
         fill(table, rounds, {name: subject.promise for name, subject in started.subjects.items()})
     table.rows += [Row(name, error=error) for name, error in started.errors.items()]
