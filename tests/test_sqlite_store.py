@@ -1336,6 +1336,23 @@ def test_a_file_of_every_earlier_version_comes_to_the_schema_of_a_new_one(tmp_pa
         assert objects == wanted
 
 
+def test_a_new_file_is_what_the_migrations_make_of_an_empty_one(tmp_path: Path) -> None:
+    seen = []
+    for path, scripts in ((tmp_path / "whole.db", None), (tmp_path / "in_order.db", schema.load_migrations())):
+        files = Connections(str(path), 30.0, migrations=scripts)
+        files.open()
+        files.close(30.0, lambda: None)
+        with look(path) as db:
+            made = db.execute("SELECT type, name, tbl_name, sql FROM sqlite_master ORDER BY type, name").fetchall()
+            names = [name for kind, name, *_ in made if kind == "table"]
+            rows = [db.execute(f'SELECT * FROM "{name}"').fetchall() for name in names]
+            stamps = [
+                db.execute(f"PRAGMA {name}").fetchone() for name in ("application_id", "user_version", "page_size")
+            ]
+            seen.append((made, rows, stamps))
+    assert seen[0] == seen[1], "run tools/whole_schema.py"
+
+
 LEDGERS_OF_OLD = """
 INSERT INTO runs (run_id, owner, fencing_token) VALUES ('r', NULL, 7), ('plain', NULL, 1), ('broken', NULL, 1), ('odd', NULL, 1);
 INSERT INTO secrets VALUES ('r', x'01');

@@ -17,10 +17,10 @@ from agent_run_ledger.drivers.context import StepContext
 from agent_run_ledger.drivers.sync import SyncDriver
 from agent_run_ledger.engine.history import KEPT_BYTES, History, StepHistory
 from agent_run_ledger.errors import StoreFull
-from agent_run_ledger.model import RunState
 from agent_run_ledger.stores.memory import MemoryStore
 from agent_run_ledger.stores.sqlite import SqliteStore
 from agent_run_ledger.testing import FakeClock
+from agent_run_ledger.words import RunState
 
 RUN = "run"
 LEASE_SECONDS = 3600.0

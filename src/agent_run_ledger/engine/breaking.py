@@ -10,9 +10,9 @@ from agent_run_ledger.engine.history import Blocked
 from agent_run_ledger.engine.live import LiveRun
 from agent_run_ledger.engine.log import Draft, Sealed
 from agent_run_ledger.errors import CallBlocked
-from agent_run_ledger.model import Event, RunState, Verdict
 from agent_run_ledger.rules import budget, canonical
 from agent_run_ledger.rules.loops import HALT, NOTICE, STAGES
+from agent_run_ledger.words import Event, RunState, Verdict
 
 ENDS = {
     "certain": (Event.LOOP_DETECTED, RunState.DEAD_LETTER),

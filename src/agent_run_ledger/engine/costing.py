@@ -9,9 +9,10 @@ from typing import Any
 from agent_run_ledger.contract import Row
 from agent_run_ledger.engine.account import Account
 from agent_run_ledger.engine.history import parse, unreadable
-from agent_run_ledger.model import Cost, RunState, Spending
+from agent_run_ledger.model import Cost, Spending
 from agent_run_ledger.rules import canonical
 from agent_run_ledger.rules.budget import NO_LIMITS, NOTHING, Amount, Limits
+from agent_run_ledger.words import RunState
 
 _BUCKETS = ("input_tokens", "cache_read_tokens", "cache_write_tokens", "output_tokens")
 _COUNTS = (*_BUCKETS, "long_cache_write_tokens", "reasoning_tokens")

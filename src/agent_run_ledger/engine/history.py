@@ -5,18 +5,21 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable
 from copy import copy
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from agent_run_ledger import merkle
 from agent_run_ledger.contract import Row
 from agent_run_ledger.engine.account import Account
 from agent_run_ledger.errors import StoreCorrupt
-from agent_run_ledger.model import Effect, Notice, RunState, Verdict
 from agent_run_ledger.rules import canonical, loops
 from agent_run_ledger.rules.budget import NO_LIMITS, Limits
 from agent_run_ledger.rules.loops.breaker import Rule
 from agent_run_ledger.rules.loops.calls import ERRORS_LOOKED_AT, Asked, Call
 from agent_run_ledger.rules.loops.signs import OK
+from agent_run_ledger.words import Effect, RunState, Verdict
+
+if TYPE_CHECKING:
+    from agent_run_ledger.model import Notice
 
 _parse = json.JSONDecoder().raw_decode  # bodies have no white space around them, which is what `decode` looks for first
 _STATES = {str(state): state for state in RunState}
@@ -555,7 +558,7 @@ class History:
         assert self._rule is not None
         self.verdict = self._rule.observe(call)
         if self._released is not None:
-            again = self._released.observe(call)
+            again = self._released.observe(copy(call))  # a call remembers with what it was compared
             if again.level != "ok" and not call.may_repeat:
                 self.verdict, self._rule = again, self._released
             self._released = None
@@ -640,6 +643,8 @@ class History:
                 self.answered.discard(self.honoured)
 
     def _noticed(self, row: Row, body: dict[str, Any]) -> None:
+        from agent_run_ledger.model import Notice
+
         said: dict[str, Any] = canonical.decode(row.payload) if row.payload is not None else _ERASED
         evidence = tuple(said["evidence"])
         self.notices.append(

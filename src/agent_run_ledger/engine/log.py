@@ -9,9 +9,9 @@ from agent_run_ledger import merkle
 from agent_run_ledger.contract import Row
 from agent_run_ledger.engine.account import COUNTED
 from agent_run_ledger.engine.history import History
-from agent_run_ledger.model import Event, RunState
 from agent_run_ledger.rules import compact, digests, lifecycle
 from agent_run_ledger.rules.budget import NOTHING
+from agent_run_ledger.words import Event, RunState
 
 Sealed = tuple[Row, dict[str, Any]]
 """A finished row and its body, not yet in the store."""
@@ -56,7 +56,7 @@ def seal(history: History, token: int, at: float, drafts: Iterable[Draft]) -> li
     begun: set[str | None] = set()
     settled: set[str] = set()
     waiting: set[str] = set()
-    account = history.account.copy()
+    account = history.account  # a copy of it from the first entry on that changes it
     for kind, event, fields, payload, position, attempt, digest, salted, fingerprint in drafts:
         if event is not None:
             state = lifecycle.after(state, event, run_id)
@@ -88,9 +88,13 @@ def seal(history: History, token: int, at: float, drafts: Iterable[Draft]) -> li
         if attempt is not None:
             body["attempt"] = attempt
         body |= fields
-        if kind in COUNTED:
+        if kind in COUNTED and (account.held or "holds" in fields or "charges" in fields):
+            if account is history.account:
+                account = account.copy()
             account.take(kind, position, fields)
         if account.held and state.is_terminal:
+            if account is history.account:
+                account = account.copy()
             account.closed()
         if account.spent is not NOTHING:
             body["spent"] = account.spent.written()

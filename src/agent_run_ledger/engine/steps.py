@@ -11,7 +11,7 @@ from agent_run_ledger.engine.deciding import insist, leave
 from agent_run_ledger.engine.effects import AwaitLate, Commit, Draw, Fetch, Flow, GiveBack, Moment, Plan, Turn
 from agent_run_ledger.engine.history import Outcome, StepHistory
 from agent_run_ledger.engine.identity import difference, divergence, lacks_arguments
-from agent_run_ledger.engine.intents import dispatch_again, exhausted, first_intent, has_no_room
+from agent_run_ledger.engine.intents import dispatch_again, exhausted, first_intent, no_room
 from agent_run_ledger.engine.live import LiveRun
 from agent_run_ledger.engine.log import Draft
 from agent_run_ledger.engine.outcomes import Standing, in_doubt, parked_in_doubt
@@ -22,9 +22,9 @@ from agent_run_ledger.errors import (
     RunClosed,
     StepInDoubt,
 )
-from agent_run_ledger.model import Effect, Event
 from agent_run_ledger.rules import budget, canonical, digests, loops
 from agent_run_ledger.rules.budget import Amount
+from agent_run_ledger.words import Effect, Event
 
 
 def step(run: LiveRun, call: Call) -> Flow[Any]:
@@ -154,15 +154,18 @@ def _begin(run: LiveRun, call: Call, position: str, moment: Moment) -> Plan:
     if (ending := admission.ending(run)) is not None:
         return Plan(error=ending)
     salted = digests.salted(history.secret, call.stored)
-    continued = _continued(run, call, salted) if call.place is None and call.wait is None else None
-    action = None
+    continued = action = None
+    if (history.doubts or call.behind) and call.place is None and call.wait is None:
+        continued = _continued(run, call, salted)
     if continued is not None:
         declared = recovery.declaration(call, undeclared=run.undeclared)
         action = recovery.in_doubt(continued, declared, None, moment.now, continued.attempts_to_draw_on)
-    asks = continued if action is not None and action.kind == "ask" else None
-    drafts, doubt = admission.left_in_doubt(run, call.behind, asks)
-    if doubt is not None:
-        return Plan(drafts, error=doubt)
+    drafts: list[Draft] = []
+    if call.behind:
+        asks = continued if action is not None and action.kind == "ask" else None
+        drafts, doubt = admission.left_in_doubt(run, call.behind, asks)
+        if doubt is not None:
+            return Plan(drafts, error=doubt)
     if (verdict := breaking.against(run, call, salted, moment.now)) is not None:
         if breaking.stage(run, verdict) == loops.BLOCK:
             return Plan([*drafts, breaking.blocked(run, call, salted, verdict)])
@@ -176,7 +179,7 @@ def _begin(run: LiveRun, call: Call, position: str, moment: Moment) -> Plan:
     reason = reason or budget.entries_spent(run.most_steps, history.size - history.asides)
     reason = reason or budget.too_late(run.limits.deadline, moment.now)
     holds: Amount | str | Draw | None = None
-    if reason is None and not run.closing:
+    if run.limits_calls and reason is None and not run.closing:
         holds = charging.reserve(run, call, history.at_work(moment.now), continued.attempts + 1 if continued else 1)
         if holds is budget.WAITS:
             return Plan(answer=outcomes.NO_ROOM)
@@ -189,8 +192,8 @@ def _begin(run: LiveRun, call: Call, position: str, moment: Moment) -> Plan:
         return _refusing(run, call, drafts, Event.BUDGET_EXHAUSTED, refusal, error)
     if run.closing:
         return Plan(answer=outcomes.HELD)
-    if (full := has_no_room(run, call, moment)) is not None:
-        return Plan(error=full)
+    if moment.too_full is not None:
+        return Plan(error=no_room(run, call, moment.too_full))
     assert not isinstance(holds, str | Draw)
     if continued is not None and action is not None:
         return _continue(run, call, continued, action, drafts, salted, holds)
