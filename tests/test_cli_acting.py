@@ -104,6 +104,7 @@ class Suspicion(LoopDetectorPolicy):
 
         class Suspected:
             continues = found.continues
+            reach = found.reach
 
             def observe(self, call: Call) -> Verdict:
                 verdict = found.observe(call)

@@ -1157,6 +1157,7 @@ class Suspicious(LoopDetectorPolicy):
 
         class Suspects:
             continues = found.continues
+            reach = found.reach
 
             def observe(self, call: Call) -> Verdict:
                 said = found.observe(call)

@@ -309,6 +309,8 @@ class Ledger(Operator):
 
     def inspect(self, run_id: str) -> Inspection:
         """The run and its steps as closely as they can be looked at; where they are damaged, too. Raises `RunNotFound`."""
+        from agent_run_ledger.model import Inspection
+
         run, seen = self.get_run(run_id), self._readable(run_id)
         is_seen = self._is_seen(run)
         return Inspection(

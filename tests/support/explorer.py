@@ -343,7 +343,7 @@ def facts(history: Any) -> Any:
         return history
     said = vars(history) if hasattr(history, "__dict__") else {name: getattr(history, name, None) for name in slots}
     # The rule's memory is no part of the log; what it made of it is known to those who fold with a rule.
-    ignored = ("_rule", "_make_rule", "_released", "verdict", "warned")
+    ignored = ("suspicion",)
     told = {name: facts(value) for name, value in said.items() if name not in ignored}
     for name in ("arguments", "payload"):  # what is long is not kept in memory, its digest is
         if isinstance(told.get(name), bytes) and len(told[name]) > KEPT_BYTES:

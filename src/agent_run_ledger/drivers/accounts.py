@@ -193,8 +193,7 @@ class Accounts:
     def _read(self, log_id: str) -> History:
         """The account as it is now. What stands in a log stays, so only what is new is read."""
         book = self._books.get(log_id) or _keep(self._books, log_id, History(log_id, self._store.secret(log_id)))
-        for page in reading.pages(self._store, log_id, book.size):
-            book.take(page)
+        book.take(reading.pages(self._store, log_id, book.size))
         return book
 
     def _append(self, log_id: str, lease: Lease, drafts: list[Draft]) -> None:

@@ -70,7 +70,7 @@ def _as_far_as_it_goes(run_id: str, secret: bytes, read: Pages) -> tuple[History
     history = History(run_id, secret)
     for page in read():
         try:
-            history.take(page)
+            history.take([page])
         except (StoreCorrupt, RecursionError):
             return _without_damage(run_id, secret, chain.from_iterable(read()))
     return history, None, set()

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable
-from copy import copy
 from typing import TYPE_CHECKING, Any
 
 from agent_run_ledger import merkle
 from agent_run_ledger.contract import Row
 from agent_run_ledger.engine.account import Account
+from agent_run_ledger.engine.suspicion import Suspicion
 from agent_run_ledger.errors import StoreCorrupt
-from agent_run_ledger.rules import canonical, loops
+from agent_run_ledger.rules import canonical
 from agent_run_ledger.rules.budget import NO_LIMITS, Limits
 from agent_run_ledger.rules.loops.breaker import Rule
-from agent_run_ledger.rules.loops.calls import ERRORS_LOOKED_AT, Asked, Call
-from agent_run_ledger.rules.loops.signs import OK
+from agent_run_ledger.rules.loops.calls import ERRORS_LOOKED_AT
 from agent_run_ledger.words import Effect, RunState, Verdict
 
 if TYPE_CHECKING:
@@ -50,6 +49,9 @@ def _parse_all(rows: list[Row]) -> list[dict[str, Any]] | None:
     except (ValueError, TypeError):
         return None
     return parsed if end == len(text) and len(parsed) == len(rows) else None
+
+
+_UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, AssertionError)
 
 
 def unreadable(run_id: str, row: Row, error: Exception) -> StoreCorrupt:
@@ -202,6 +204,11 @@ class StepHistory:
         return 0 if has_result else self.attempts_of_code
 
     @property
+    def is_watched(self) -> bool:
+        """Whether the loop rules look at it: it calls somebody."""
+        return self.waits is None or self.waits == "child"
+
+    @property
     def is_retried(self) -> bool:
         """Whether it failed, and is to be tried again without anybody being told."""
         return self.outcome is not None and self.outcome.retry_at is not None and not self.is_settled
@@ -301,23 +308,6 @@ class StepHistory:
         self.version = row.seq
 
 
-def _seen(step: StepHistory, row: Row, body: dict[str, Any]) -> Call:
-    """A step and its outcome as the loop rules see them."""
-    is_error = body["ok"] != "completed"
-    return Call(
-        step.number,
-        step.tool,
-        step.input,
-        body.get("error_id") or body["payload"],
-        loops.looked_at(step.arguments),
-        loops.answered(row.payload, is_error=is_error),
-        is_error=is_error,
-        may_repeat=body.get("may_repeat", False),
-        write=None if step.effect is None else step.effect != Effect.READ,
-        is_thought=step.is_thought,
-    )
-
-
 class Signal:
     """Something that was sent to a run by name and that no call has taken yet."""
 
@@ -408,8 +398,6 @@ class History:
         self.missed: dict[str, Missed] = {}
         self.blocked: dict[str, Blocked] = {}
         self.notices: list[Notice] = []
-        self.warned = 0
-        """How often the loop that stands against the run was met with less than its end: 1 notice, 2 refusal of a call."""
         self.signals: dict[str, list[Signal]] = {}
         """What was sent to the run and no call has taken, by name, in the order in which it came."""
         self.doubts: dict[tuple[str, str], StepHistory] = {}
@@ -438,30 +426,32 @@ class History:
         """Positions of steps that wait for a retry, or for somebody to say what happened."""
         self.repeats: dict[tuple[str, str], tuple[int, int, float]] = {}
         """How often a call was made that may be repeated, by tool and input; the step that was the first, and when that was."""
-        self.verdict = OK
-        self._make_rule = rule
-        self._rule = rule() if rule is not None else None
-        self._released: Rule | None = None
-        """The memory that an operator has overruled: once more, and it counts again."""
+        self.suspicion = Suspicion(rule)
 
     @classmethod
     def read(cls, run_id: str, secret: bytes, rows: Iterable[Row], rule: Callable[[], Rule] | None = None) -> History:
         """Fold stored entries. Raises `StoreCorrupt` where a body is no body."""
         history = cls(run_id, secret, rule)
-        history.take(list(rows))
+        history.take([list(rows)])
         return history
 
-    def take(self, rows: list[Row]) -> None:
+    def take(self, pages: Iterable[list[Row]]) -> None:
         """Take the next stored entries in. Raises `StoreCorrupt` where a body is no body."""
-        bodies = _parse_all(rows)
-        for index, row in enumerate(rows):
+        row: Row | None = None
+        for rows in pages:
+            bodies = _parse_all(rows)
             try:
-                self.absorb(row, bodies[index] if bodies is not None else parse(row.body))
-                if row.kind == "outcome":
-                    self.positions[
-                        row.position or ""
-                    ].let_go_of_long()  # read for the loop rules, which have seen it now
-            except (ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
+                for index, row in enumerate(rows):
+                    self.absorb(row, bodies[index] if bodies is not None else parse(row.body))
+                    if row.kind == "outcome":
+                        self.positions[row.position or ""].let_go_of_long()  # the loop rules have it now
+            except _UNREADABLE as error:
+                assert row is not None
+                raise unreadable(self.run_id, row, error) from error
+        if row is not None:
+            try:
+                self.suspicion.catch_up()
+            except _UNREADABLE as error:
                 raise unreadable(self.run_id, row, error) from error
 
     def absorb(self, row: Row, body: dict[str, Any]) -> None:
@@ -548,40 +538,20 @@ class History:
                 return
         if self.waiting:
             self.waiting.discard(position)
-        if self._rule is not None and step.waits in (None, "child"):
-            self._look(_seen(step, row, body))
+        if step.is_watched:
+            self.suspicion.ended(step, row, body)
         if "may_repeat" in body and step.waits is None:
             often, first, since = self.repeats.get((step.tool, step.input), (0, step.number, step.created_at))
             self.repeats[step.tool, step.input] = often + 1, first, since
 
-    def _look(self, call: Call) -> None:
-        assert self._rule is not None
-        self.verdict = self._rule.observe(call)
-        if self._released is not None:
-            again = self._released.observe(copy(call))  # a call remembers with what it was compared
-            if again.level != "ok" and not call.may_repeat:
-                self.verdict, self._rule = again, self._released
-            self._released = None
-        if self.verdict.level == "ok":
-            self.warned = 0
-
     def look_ahead(self, rows: Iterable[tuple[Row, dict[str, Any]]]) -> Verdict:
-        """What the rules would say with these entries, of which some are outcomes, behind the log."""
-        kept = self.verdict, self._rule, self._released, self.warned
-        self._rule, self._released = copy(self._rule), copy(self._released)
-        try:
-            for row, body in rows:
-                step = self.positions.get(row.position or "")
-                if (
-                    row.kind == "outcome"
-                    and step is not None
-                    and step.waits in (None, "child")
-                    and "retry_at" not in body
-                ):
-                    self._look(_seen(step, row, body))
-            return self.verdict
-        finally:
-            self.verdict, self._rule, self._released, self.warned = kept
+        """What the loop rules would say with these entries, of which some are outcomes, behind the log."""
+        ended = []
+        for row, body in rows:
+            step = self.positions.get(row.position or "")
+            if row.kind == "outcome" and step is not None and step.is_watched and "retry_at" not in body:
+                ended.append((step, row, body))
+        return self.suspicion.look_ahead(ended)
 
     def _other(self, row: Row, body: dict[str, Any]) -> None:
         kind, position = row.kind, row.position
@@ -596,7 +566,7 @@ class History:
         elif kind == "blocked":
             assert position is not None
             self.blocked[position] = Blocked(row, body)
-            self.warned = 2
+            self.suspicion.warn(2)
         elif kind == "value":
             assert position is not None
             self.values[position] = (body, row.payload)
@@ -651,7 +621,7 @@ class History:
             Notice(body["step"], row.position or "", body["rule"], said["reason"], evidence, said["text"])
         )
         if body["rule"] != "budget":
-            self.warned = max(self.warned, 1)
+            self.suspicion.warn(1)
 
     def _undoubted(self, step: StepHistory) -> None:
         """How this step stands is being found out, or said: no other call has to continue it."""
@@ -677,11 +647,8 @@ class History:
     def _begin_afresh(self, kind: str) -> None:
         """An operator lets the run go on: what stopped it counts from nothing."""
         self.repeats.clear()
-        if kind == "released" and self.verdict.level != "ok":
-            self._released = self._rule
-        self.verdict, self.cause, self.warned = OK, None, 0
-        if self._make_rule is not None:
-            self._rule = self._make_rule()
+        self.cause = None
+        self.suspicion.begin_afresh(is_overruled=kind == "released")
         if kind == "forked":
             for step in self.positions.values():
                 if step.outcome is None or not step.stands:
@@ -709,12 +676,6 @@ class History:
     def at_work(self, now: float) -> float:
         """Seconds in which its program was at work, if it still is."""
         return self.worked + (max(0.0, now - self.last_at) if self.state in _AT_WORK else 0.0)
-
-    def goes_on_looping(self, tool: str, salted: str, stored: bytes) -> bool:
-        """Whether a call of these arguments, of which `salted` is the digest, goes on with what the verdict is about."""
-        if self._rule is None or self.verdict.level == "ok":
-            return False
-        return self._rule.continues(Asked(tool, salted, loops.looked_at(stored)))
 
     def is_missed(self, position: str) -> bool:
         """Whether it is recorded that the program was interrupted in this call."""

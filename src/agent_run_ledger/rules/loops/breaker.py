@@ -22,6 +22,9 @@ _SLACK = 16
 class Rule(Protocol):
     """What a run's history is folded with. Its memory is a function of the calls it was shown: a replayed ledger halts at the same step."""
 
+    reach: int
+    """A fresh rule that is shown the calls from the last so many steps on is as one that was shown all, whatever comes next."""
+
     def observe(self, call: Call) -> Verdict:
         """What this call shows together with those before it."""
 
@@ -37,6 +40,7 @@ class Breaker:
         """Looks at all calls, thoughts among them, and then again at the steps alone."""
         self._signs = (identical, *signs)
         self._room = max(REMEMBERED, identical.limit + 1) + _SLACK
+        self.reach = 2 * self._room  # those that are remembered, and those with which the first of them were compared
         self._calls: list[Call] = []
         self._steps: list[Call] = []
         """Those of the calls that are no thoughts and no notes."""
