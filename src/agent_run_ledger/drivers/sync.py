@@ -174,7 +174,8 @@ class SyncDriver:
     def _append(self, run: HeldRun, sealed: list[Sealed], drafts: list[Draft], *, synced: bool) -> bool:
         """Append and take in; False where somebody has asked something of the run meanwhile, so decide again."""
         try:
-            written = self._store.append(run.run_id, run.token, run.inbox, [row for row, _ in sealed], synced=synced)
+            rows = [sealed[0][0]] if len(sealed) == 1 else [row for row, _ in sealed]
+            written = self._store.append(run.run_id, run.token, run.inbox, rows, synced=synced)
             if written:
                 self._leases.wrote(run, sealed)
         except BaseException as error:

@@ -159,8 +159,8 @@ class Log:
         files.refuse_reentry()
         with files.mutex:
             try:
-                if len(rows) == 1 and run_id not in self.noted and not _is_large(rows[0]):
-                    row = rows[0]
+                row = rows[0]
+                if len(rows) == 1 and run_id not in self.noted and not _is_large(row):
                     is_written = files.run_alone(level, _APPEND, (run_id, token, inbox, *row), row.payload)
                 else:
                     is_written = files.transact(level, partial(self._append_rows, run_id, token, inbox, rows))
