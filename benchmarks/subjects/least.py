@@ -17,6 +17,7 @@ from talk import INVOICE, OUTPUT, introduce, serve, timed
 from agent_run_ledger import AgentRunLedger, merkle
 from agent_run_ledger.contract import Row
 from agent_run_ledger.rules import compact
+from agent_run_ledger.stores.clock import SystemClock
 from agent_run_ledger.stores.sqlite import SqliteStore
 from agent_run_ledger.stores.sqlite_log import APPEND
 
@@ -26,7 +27,7 @@ TOOL = "fetch_invoice"
 def main(path: str) -> None:
     with AgentRunLedger(path, durability="process") as ledger:
         run_id = ledger.create_run("benchmark")
-    store = SqliteStore(path)
+    store = SqliteStore(path, clock=SystemClock())
     lease = store.claim(run_id, "benchmark", 3600.0)
     secret, token = lease.secret, lease.token
     (first,) = store.read(run_id)
