@@ -253,7 +253,8 @@ class StepHistory:
         self.token: int = body["token"]
         self.version = row.seq
         self.is_asked, self.ask_at, self.unanswered, self.is_absent, self.cause = False, None, 0, False, None
-        self.doubted()
+        if self.outcome is not None:
+            self.doubted()
 
     def doubted(self) -> None:
         """Whatever its last outcome was, it is not known how it stands."""
@@ -493,9 +494,11 @@ class History:
         self.cause = self.retry_at = None
         position = row.position or ""
         self.running.add(position)
-        if "carried" not in body:
-            self.account.began(body["token"])
-        self.account.take("intent", position, body)
+        account = self.account
+        if body["token"] != account.program and "carried" not in body:
+            account.began(body["token"])
+        if account.held or "holds" in body:
+            account.take("intent", position, body)
         if "limits" in body:
             self.stated = Limits.read(body["limits"]).of_spending
         step = self.positions.get(position)
@@ -519,7 +522,8 @@ class History:
         step = self.positions[position]
         step.settled(row, body)
         self.last_outcome = row.seq
-        self.account.take("outcome", position, body)
+        if self.account.held or "charges" in body:
+            self.account.take("outcome", position, body)
         self.running.discard(position)
         ok = body["ok"]
         if "signal" in body:

@@ -191,9 +191,8 @@ def _begin(run: LiveRun, call: Call, position: str, moment: Moment) -> Plan:
             run.run_id, verdict.rule, verdict.reason, verdict.evidence, state
         )
         return _refusing(run, call, drafts, event, refusal, error)
-    reason = budget.steps_spent(run.most_steps, history.steps + run.ahead, history.refused)
-    reason = reason or budget.entries_spent(run.most_steps, history.size - history.asides)
-    reason = reason or budget.too_late(run.limits.deadline, moment.now)
+    entries = history.size - history.asides
+    reason = budget.used_up(run.limits, history.steps + run.ahead, history.refused, entries, moment.now)
     holds: Amount | str | Draw | None = None
     if run.limits_calls and reason is None and not run.closing:
         holds = charging.reserve(run, call, history.at_work(moment.now), continued.attempts + 1 if continued else 1)

@@ -102,7 +102,9 @@ class Suspicion:
 
     def goes_on(self, tool: str, salted: str, stored: bytes) -> bool:
         """Whether a call of these arguments, of which `salted` is the digest, goes on with what the verdict is about."""
-        if self._rule is None or self.verdict.level == "ok":
+        if self._unseen:
+            self.catch_up()
+        if self._verdict is OK or self._verdict.level == "ok" or self._rule is None:
             return False
         return self._rule.continues(Asked(tool, salted, loops.looked_at(stored)))
 
@@ -122,7 +124,8 @@ class Suspicion:
 
     def catch_up(self) -> None:
         """Show the rules the outcomes that they have not seen."""
-        self._leave_out_forgotten()
+        if len(self._unseen) > 1:
+            self._leave_out_forgotten()
         unseen, self._unseen = self._unseen, []
         for ended in unseen:
             self._show(ended)

@@ -97,7 +97,8 @@ def _plain(value: Any, depth: int, covered: _Covered) -> Any:
                     if changed is None:
                         changed = dict(value)
                     changed[key] = plain
-        return _untagged(value if changed is None else changed)
+        plain = value if changed is None else changed
+        return plain if len(plain) != 1 else _untagged(plain)
     if kind is list:
         if _SCALARS.issuperset(map(type, value)):
             return value
