@@ -33,6 +33,7 @@ from agent_run_ledger.engine.effects import (
     Warn,
 )
 from agent_run_ledger.engine.log import Draft, Sealed, seal
+from agent_run_ledger.engine.steps import is_replay
 from agent_run_ledger.errors import LeaseLost, Reentered, StoreError
 from agent_run_ledger.rules.budget import Most
 
@@ -66,6 +67,10 @@ class SyncDriver:
             raise Reentered(f"run {run.run_id!r}")
         with run.lock:
             run.make(call)
+            is_ready = run.is_held and not (run.requests or run.owed) and self._clock.elapsed() < run.expires
+            if is_ready and is_replay(run, call):
+                call.is_replay = run.is_touched = True
+                run.replayed += 1
 
     def obey(self, flow: Flow[T]) -> T:
         """Perform the flow's effects one after the other; return what it returns, raise what it raises."""

@@ -39,9 +39,10 @@ def step(run: LiveRun, call: Call) -> Flow[Any]:
             yield from attempts.take_late(run, call, call.options.timeout)
         if run.is_draining and ((there := run.history.positions.get(position)) is None or not there.is_settled):
             yield from leave(run, call)
-        decide = partial(_intend, call)
-        if (answer := (yield Commit(run, decide, None, position in run.history.positions))) is not None:
-            yield from insist(run, call, decide, None, answer)
+        if not call.is_replay:
+            decide = partial(_intend, call)
+            if (answer := (yield Commit(run, decide, None, position in run.history.positions))) is not None:
+                yield from insist(run, call, decide, None, answer)
         # Looked up each time: a run that was in doubt is read anew, and what it was before learns of nothing any more.
         while (this := run.history.positions.get(position)) is not None and not this.is_settled:
             if this.outcome is not None:
@@ -115,6 +116,21 @@ def _given_by(run: LiveRun, position: str) -> int:
 # --- intents ----------------------------------------------------------------------------------------------------------
 
 
+def is_replay(run: LiveRun, call: Call) -> bool:
+    """Whether the log has the outcome of this very call, and it stands: then there is nothing to decide. Ask under the run's lock.
+
+    False says nothing: recorded may be what needs a closer look.
+    """
+    step = run.history.positions.get(call.position)
+    return (
+        step is not None
+        and (step.tool, step.digest, step.dependencies) == (call.tool, call.digest, call.after)
+        and step.stands
+        and not run.late
+        and admission.refusal(run, pipeline=call.place is not None) is None
+    )
+
+
 def _intend(call: Call, run: LiveRun, moment: Moment) -> Plan:
     """Decide what a call at its position is: a replay, a first dispatch, another attempt, or a refusal."""
     history, position = run.history, call.position
@@ -127,8 +143,6 @@ def _intend(call: Call, run: LiveRun, moment: Moment) -> Plan:
     step = history.positions.get(position)
     if step is None:
         return _begin(run, call, position, moment)
-    if (step.tool, step.digest, step.dependencies) == (call.tool, call.digest, call.after) and step.stands:
-        return Plan(is_replay=True)  # the usual replay, in one look
     if lacks_arguments(call, step):
         return Plan(answer=Fetch(run, step.seq))
     if (differs := divergence(run, call, step)) is not None:
