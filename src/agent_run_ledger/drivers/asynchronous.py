@@ -580,7 +580,9 @@ class AsyncDriver:
     async def _commit_alone(self, pending: _Pending) -> Any:
         """Have it written now: for a while there was nobody in this loop with whom it could have shared a transaction."""
         for _, value, error in self._together.write((pending,), self._put_off):
-            if pending.effect.token is not None:  # the program may go on for ever without a pause: once a step others have their turn
+            if (
+                pending.effect.token is not None
+            ):  # the program may go on for ever without a pause: once a step others have their turn
                 await asyncio.sleep(0)
             if error is not None:
                 raise error
@@ -623,11 +625,7 @@ class AsyncDriver:
         if not run.lock.acquire(blocking=False):
             return None
         try:
-            if (
-                run.requests
-                or run.owed
-                or not (run.is_settled or self._is_ours(run))
-            ):
+            if run.requests or run.owed or not (run.is_settled or self._is_ours(run)):
                 return None
             plan = effect.decide(run, self._leases.moment(begins=False))
             if plan.drafts:
