@@ -62,6 +62,7 @@ from agent_run_ledger.rules.names import check_name, check_run_id, is_account
 from agent_run_ledger.run import OpenRun, branch_of, finish, function_call, perform
 from agent_run_ledger.settle import settle
 from agent_run_ledger.stores import lifetime, open_store
+from agent_run_ledger.stores.packed import packed
 from agent_run_ledger.stores.clock import SystemClock
 from agent_run_ledger.stores.room import Room
 
@@ -195,6 +196,7 @@ class Ledger(Operator):
         self._encryption = encryption
         if encryption is not None:
             self._store = _encrypted(self._store, encryption)
+        self._store = packed(self._store)
         self._outage_seconds = outage_seconds
         self._durability = durability
         self._min_free = _min_free(min_free_bytes)
@@ -492,7 +494,7 @@ class Ledger(Operator):
         if self._encryption is not None:
             store = _encrypted(store, self._encryption)
         try:
-            return Copying(self, store, told).run(run_id, children=children)
+            return Copying(self, packed(store), told).run(run_id, children=children)
         finally:
             store.close()
 

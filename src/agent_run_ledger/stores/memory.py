@@ -10,6 +10,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from agent_run_ledger.contract import (
+    PACKED,
+    PACKED_AES_GCM,
     SECRET_BYTES,
     Append,
     Beat,
@@ -272,6 +274,10 @@ class MemoryStore:
                     row._replace(payload=None, digest=None, fingerprint=None, encoding=None)
                     for row in run.rows[first - 1 : last]
                 ]
+            for anew in erasure.packed:
+                before = run.rows[anew.seq - 1]
+                if before.encoding == anew.encoding and before.encoding in (PACKED, PACKED_AES_GCM):
+                    run.rows[anew.seq - 1] = before._replace(payload=anew.payload)
             for first, last in erasure.requests:
                 asked = run.requests[first - 1 : last]
                 run.requests[first - 1 : last] = [replace(each, payload=b"{}", who="") for each in asked]
