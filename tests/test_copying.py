@@ -58,7 +58,7 @@ class Two:
     def standing(self, bench: Bench, run_id: str = RUN) -> tuple[Head | None, list[Row], bytes, list[Request]]:
         """Everything that a storage has of a run."""
         store = bench.store()
-        return store.head(run_id), store.read(run_id), store.secret(run_id), store.inbox(run_id, 0)
+        return store.head(run_id), bench.rows(run_id), store.secret(run_id), store.inbox(run_id, 0)
 
 
 @pytest.fixture(params=PAIRS, ids="-to-".join)

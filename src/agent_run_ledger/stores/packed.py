@@ -95,23 +95,27 @@ class PackedStore:
         return self.inner.adopt(run_id, token, secret, listing, woven(), requests, due_in)
 
     def append(self, run_id: str, token: int, inbox: int, rows: Sequence[Row], *, synced: bool) -> bool:
-        for row in rows:
-            if row.payload is not None and len(row.payload) >= STRING_BYTES:
-                return self._append_long(Append(run_id, token, inbox, rows), synced)
+        if self._is_to_be_seen(run_id, rows):
+            return self._append_long(Append(run_id, token, inbox, rows), synced)
         return self.inner.append(run_id, token, inbox, rows, synced=synced)
 
     def append_all(self, appends: Sequence[Append], *, synced: bool) -> list[bool | LedgerError]:
         given: list[tuple[Append, Repeats | None]] = [
-            self._pack(each)
-            if any(row.payload is not None and len(row.payload) >= STRING_BYTES for row in each.rows)
-            else (each, None)
-            for each in appends
+            self._pack(each) if self._is_to_be_seen(each.run_id, each.rows) else (each, None) for each in appends
         ]
         answers = self.inner.append_all([append for append, _ in given], synced=synced)
         for (append, repeats), answer in zip(given, answers, strict=True):
             if repeats is not None and answer is True:
                 self._put_back(append.run_id, repeats)
         return answers
+
+    def _is_to_be_seen(self, run_id: str, rows: Sequence[Row]) -> bool:
+        """Whether there is anything to pack, or to find again later: what is asked of every append."""
+        for row in rows:
+            payload = row.payload
+            if payload is not None and len(payload) >= STRING_BYTES and (len(payload) >= LONG_BYTES or run_id in self._runs):
+                return True
+        return False
 
     def _append_long(self, append: Append, synced: bool) -> bool:
         (run_id, token, inbox, rows), repeats = self._pack(append)
@@ -129,7 +133,7 @@ class PackedStore:
                 self._digests -= repeats.size
         if repeats is None or repeats.token != token:  # somebody else may have written meanwhile
             if all(row.payload is None or len(row.payload) < LONG_BYTES for row in rows):
-                return append, None
+                return append, None  # it is looked at when a long one comes
             repeats = self._looked_at(run_id, rows[0].seq)
             repeats.token = token
         return append._replace(rows=[self._learnt(repeats, row) for row in rows]), repeats

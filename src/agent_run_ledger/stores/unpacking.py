@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from agent_run_ledger.contract import Store
 
 _KEPT_BYTES = 1024 * 1024
-"""Of what was read last so much is kept in memory, and twice the length of the last payload: the next one copies from it."""
+"""Of what was read last so much is kept in memory, and twice the length of the longest payload among the last: the next one copies from it."""
 _ROWS_AT_ONCE = 32
 _ROW_BYTES = 256 * 1024
 """Beside an entry that is needed its neighbours are read, unless they are longer."""
@@ -106,7 +106,7 @@ class Unpacking:
             else:
                 self._take(found, run_id, piece, packed.depth - 1)
         payload = b"".join(found)
-        self._most_bytes = _KEPT_BYTES + 2 * len(payload)
+        self._most_bytes = max(_KEPT_BYTES + 2 * len(payload), self._most_bytes - self._most_bytes // 64)
         self._keep(run_id, seq, _Source(payload, packed))
         return payload
 

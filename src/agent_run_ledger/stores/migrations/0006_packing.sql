@@ -15,3 +15,22 @@ WHEN NOT (
 BEGIN
     SELECT RAISE(ABORT, 'the ledger is append-only: of an entry only the payload can be erased, together with its digest, fingerprint and encoding, behind an entry that says so');
 END;
+
+-- What is packed is not encrypted: its digests are shown. The payload itself no statement of SQL can put together.
+DROP VIEW readable_entries;
+CREATE VIEW readable_entries AS
+SELECT
+    run_id, seq, kind, position, roots, digest, fingerprint,
+    CASE WHEN json_valid(body) THEN body END AS body,
+    CASE WHEN json_valid(payload) THEN payload END AS payload
+FROM (
+    SELECT
+        run_id, seq, kind, position, roots,
+        CASE WHEN coalesce(encoding, 'packed') = 'packed' THEN digest END AS digest,
+        CASE WHEN coalesce(encoding, 'packed') = 'packed' THEN fingerprint END AS fingerprint,
+        CAST(body AS TEXT) AS body,
+        CASE WHEN encoding IS NULL THEN CAST(coalesce(payload, (
+            SELECT bytes FROM payloads p WHERE p.run_id = entries.run_id AND p.digest = entries.digest
+        )) AS TEXT) END AS payload
+    FROM entries
+);

@@ -1,5 +1,5 @@
--- Schema 4. A payload may be packed, with pieces that are copied from earlier entries of its run. Where one of these is erased, what stays
--- is packed anew: behind the entry that says so, as the same payload under the same digest, and in no other way.
+-- Where an entry is erased that others copy from, what stays is packed anew: behind the entry that says so, as the same payload under the
+-- same digest, and in no other way.
 
 DROP TRIGGER entries_are_never_changed ON entries;
 CREATE TRIGGER entries_are_never_changed BEFORE UPDATE ON entries FOR EACH ROW
