@@ -196,7 +196,6 @@ class Ledger(Operator):
         self._encryption = encryption
         if encryption is not None:
             self._store = _encrypted(self._store, encryption)
-        self._store = packed(self._store)
         self._outage_seconds = outage_seconds
         self._durability = durability
         self._min_free = _min_free(min_free_bytes)
@@ -221,6 +220,7 @@ class Ledger(Operator):
 
     def _stand_on(self, store: Store, clock: Clock) -> None:
         """Be a new owner of nothing in this store."""
+        store = packed(store)
         self._store, self._clock = store, clock
         self._leases = Leases(store, clock, *self._terms)
         self._driver = SyncDriver(store, clock, self._leases, self._durability)
