@@ -48,11 +48,16 @@ class Talk:
         """One more answer of so many bytes, which is in what is asked next."""
         answer = self._said(self._rng, self._size)
         asked = self.messages
-        assert ledger.execute_step(run_id, "ask", {"messages": asked}, lambda messages: answer, effect=Effect.READ) == answer
+        assert (
+            ledger.execute_step(run_id, "ask", {"messages": asked}, lambda messages: answer, effect=Effect.READ)
+            == answer
+        )
         self.new += len(answer)
         self.asked.append(asked)
         self.answers.append(answer)
-        self.messages = [*asked, message("assistant" if len(self.answers) % 2 else "user", answer)][-(self._window or sys.maxsize) :]
+        self.messages = [*asked, message("assistant" if len(self.answers) % 2 else "user", answer)][
+            -(self._window or sys.maxsize) :
+        ]
 
     def replay(self, ledger: AgentRunLedger, run_id: str = RUN) -> None:
         """Every call is answered from the log, byte for byte."""
@@ -121,7 +126,9 @@ def test_a_conversation_of_a_thousand_turns_takes_little_more_than_is_said_in_it
 
 
 @pytest.mark.parametrize("window", [None, 100])
-def test_a_conversation_grows_by_what_is_new_whether_it_is_sent_whole_or_its_last_messages(bench: Bench, window: int | None) -> None:
+def test_a_conversation_grows_by_what_is_new_whether_it_is_sent_whole_or_its_last_messages(
+    bench: Bench, window: int | None
+) -> None:
     talk = Talk(noise, 2_000, window)
     ledger = program(bench, max_steps=400)
     grown = []
@@ -219,10 +226,12 @@ def test_an_owner_who_was_replaced_meanwhile_copies_from_nothing_that_is_not_the
 def test_a_conversation_that_is_killed_at_any_boundary_goes_on_byte_for_byte() -> None:
     def flow(ledger: AgentRunLedger) -> list[str]:
         rng, messages = random.Random(1), [message("system", text(random.Random(9), 5_000))]
-        with ledger.open_run("talk") as run:
+        with ledger.open_run("talk", "talk") as run:
             for _ in range(4):
                 answer = text(rng, 3_000)
-                said = run.step("ask", {"messages": messages}, lambda messages, answer=answer: answer, effect=Effect.READ)
+                said = run.step(
+                    "ask", {"messages": messages}, lambda messages, answer=answer: answer, effect=Effect.READ
+                )
                 messages = [*messages, message("assistant", said)]
             run.result = [each["content"] for each in messages]
         return [each["content"] for each in messages]
@@ -291,7 +300,9 @@ def test_an_encrypted_conversation_is_kept_once_and_shows_nothing(tmp_path: Path
 
 @pytest.mark.parametrize("is_encrypted", [False, True])
 @pytest.mark.parametrize("forgotten", [1, 4, 8])
-def test_one_step_is_forgotten_and_the_others_are_read_byte_for_byte(bench: Bench, forgotten: int, is_encrypted: bool) -> None:
+def test_one_step_is_forgotten_and_the_others_are_read_byte_for_byte(
+    bench: Bench, forgotten: int, is_encrypted: bool
+) -> None:
     encryption = Encryption(key_id="k", key={"k": b"k" * 32}.__getitem__) if is_encrypted else None
     ledger = bench.open(encryption=encryption)
     talk = talked(ledger)
@@ -325,7 +336,9 @@ def test_what_only_the_forgotten_step_held_is_gone_from_the_file_however_it_was_
         rng = random.Random(4)
         parts = [noise(rng, 2_000) for _ in range(6)]
         for number in range(5):
-            ledger.execute_step(RUN, "look", {"parts": parts[number : number + 2], "all": text(rng, 5_000)}, lambda parts, all: None)
+            ledger.execute_step(
+                RUN, "look", {"parts": parts[number : number + 2], "all": text(rng, 5_000)}, lambda parts, all: None
+            )
         ledger.finish_run(RUN)
         assert any(row.encoding == PACKED for row in bench.store().read(RUN))
         ledger.forget(RUN, 1, by="ann")
@@ -343,11 +356,20 @@ def as_far_as_it_inflates(bench: Bench) -> bytes:
 
     with closing(bench.store()) as store:
         rows = store.read(RUN)
-    return b"".join(decode(row.seq, row.payload).own if row.encoding == PACKED and row.payload else row.payload or b"" for row in rows)
+    return b"".join(
+        decode(row.seq, row.payload).own if row.encoding == PACKED and row.payload else row.payload or b""
+        for row in rows
+    )
 
 
-@pytest.mark.parametrize("kinds", [("sqlite", "postgres"), ("postgres", "sqlite"), ("sqlite", "memory"), ("memory", "sqlite")], ids="-to-".join)
-def test_a_conversation_is_exported_imported_and_copied_and_is_packed_there(kinds: tuple[str, str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "kinds",
+    [("sqlite", "postgres"), ("postgres", "sqlite"), ("sqlite", "memory"), ("memory", "sqlite")],
+    ids="-to-".join,
+)
+def test_a_conversation_is_exported_imported_and_copied_and_is_packed_there(
+    kinds: tuple[str, str], tmp_path: Path
+) -> None:
     for name in ("here", "there"):
         (tmp_path / name).mkdir()
     with Bench(kinds[0], tmp_path / "here") as here, Bench(kinds[1], tmp_path / "there") as there:
@@ -414,7 +436,9 @@ def test_arguments_that_are_dispatched_again_are_those_of_the_first_time(bench: 
     ledger = program(bench)
     talk.replay(ledger)
     got: list[Any] = []
-    ledger.execute_step(RUN, "ask", {"messages": talk.messages}, lambda messages: got.append(messages), effect=Effect.READ)
+    ledger.execute_step(
+        RUN, "ask", {"messages": talk.messages}, lambda messages: got.append(messages), effect=Effect.READ
+    )
     assert got == [talk.messages]
     intents = [row.payload for row in bench.rows(RUN) if row.kind == "intent"]
     assert intents[-1] == intents[-2] == as_payload({"messages": talk.messages})
@@ -431,12 +455,16 @@ def test_a_packed_payload_that_was_changed_is_found_and_named_and_whoever_needs_
         damaged = seqs[len(seqs) // 2]
         with raw(bench.path, without_triggers=True) as connection:
             ((payload,),) = connection.execute("SELECT payload FROM entries WHERE seq = ?", (damaged,)).fetchall()
-            connection.execute("UPDATE entries SET payload = ? WHERE seq = ?", (payload[:-9] + b"\x00" + payload[-8:], damaged))
+            connection.execute(
+                "UPDATE entries SET payload = ? WHERE seq = ?", (payload[:-9] + b"\x00" + payload[-8:], damaged)
+            )
         with bench.open() as ledger:
             findings = ledger.verify().findings
             assert ("payload", damaged) in {(each.code, each.seq) for each in findings}
             assert {each.seq for each in findings} <= set(seqs[seqs.index(damaged) :])
-            with pytest.raises(StoreCorrupt, match=f"entry {damaged}: its payload is packed and cannot be put together"):
+            with pytest.raises(
+                StoreCorrupt, match=f"entry {damaged}: its payload is packed and cannot be put together"
+            ):
                 ledger._store.payload(RUN, damaged)
             outputs = outputs_of(ledger)
             assert outputs[:2] == talk.answers[:2]

@@ -202,7 +202,18 @@ def test_of_what_is_packed_or_encrypted_a_view_shows_that_it_is_there_and_no_tex
     with Bench(kind, tmp_path) as bench:
         store = bench.store()
         for number, encoding in enumerate([None, PACKED, AES_GCM, PACKED_AES_GCM], 1):
-            row = Row(1, "intent", "1", 1, b'{"tool":"t","step":%d}' % number, bytes(32), b'{"n":1}', b"d" * 32, b"f" * 32, encoding)
+            row = Row(
+                1,
+                "intent",
+                "1",
+                1,
+                b'{"tool":"t","step":%d}' % number,
+                bytes(32),
+                b'{"n":1}',
+                b"d" * 32,
+                b"f" * 32,
+                encoding,
+            )
             assert store.create(f"r{number}", "a", 30.0, b"s" * 32, [row], LISTING)
         shown = bench.ask("SELECT arguments_json, input_digest, fingerprint FROM run_steps ORDER BY run_id")
         digests = ((b"d" * 32).hex(), (b"f" * 32).hex())

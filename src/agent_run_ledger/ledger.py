@@ -62,8 +62,8 @@ from agent_run_ledger.rules.names import check_name, check_run_id, is_account
 from agent_run_ledger.run import OpenRun, branch_of, finish, function_call, perform
 from agent_run_ledger.settle import settle
 from agent_run_ledger.stores import lifetime, open_store
-from agent_run_ledger.stores.packed import packed
 from agent_run_ledger.stores.clock import SystemClock
+from agent_run_ledger.stores.packed import packed
 from agent_run_ledger.stores.room import Room
 
 if TYPE_CHECKING:

@@ -7,9 +7,7 @@ import random
 import string
 from typing import Any
 
-_WORDS = [
-    "".join(random.Random(number).choices(string.ascii_lowercase, k=2 + number % 9)) for number in range(5_000)
-]
+_WORDS = ["".join(random.Random(number).choices(string.ascii_lowercase, k=2 + number % 9)) for number in range(5_000)]
 
 
 def text(rng: random.Random, size: int) -> str:

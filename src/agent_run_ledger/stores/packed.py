@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from agent_run_ledger.contract import (
     PACKED,
@@ -19,10 +19,11 @@ from agent_run_ledger.contract import (
     Tombstone,
 )
 from agent_run_ledger.errors import LedgerError, StoreCorrupt
-from agent_run_ledger.stores.packing import MOST_BYTES, plain_size
-from agent_run_ledger.stores.repacking import without
-from agent_run_ledger.stores.repeats import STRING_BYTES, Repeats
-from agent_run_ledger.stores.unpacking import Unpacking
+from agent_run_ledger.stores.packing import MOST_BYTES, STRING_BYTES, plain_size
+
+if TYPE_CHECKING:  # what only long payloads need is imported with the first of them
+    from agent_run_ledger.stores.repeats import Repeats
+    from agent_run_ledger.stores.unpacking import Unpacking
 
 LONG_BYTES = 4096
 """Payloads from this on are packed."""
@@ -48,7 +49,7 @@ class PackedStore:
     def __init__(self, inner: Store) -> None:
         self.inner = inner
         self.is_remote = inner.is_remote
-        self._unpacking = Unpacking(inner)
+        self._made_unpacking: Unpacking | None = None
         self._runs: dict[str, Repeats] = {}
         """What is known of the runs that were written to last. Who packs takes it out, and puts it back once that is written."""
         self._digests = 0
@@ -57,23 +58,23 @@ class PackedStore:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
+    @property
+    def _unpacking(self) -> Unpacking:
+        if self._made_unpacking is None:
+            from agent_run_ledger.stores.unpacking import Unpacking
+
+            self._made_unpacking = Unpacking(self.inner)
+        return self._made_unpacking
+
     # --- writing ------------------------------------------------------------------------------------------------------
 
     def create(
         self, run_id: str, owner: str, lease_seconds: float, secret: bytes, rows: Sequence[Row], listing: Listing
     ) -> Lease | None:
-        repeats = Repeats()
-        rows = [_woven(repeats, row, LONG_BYTES) for row in rows]
-        lease = self.inner.create(run_id, owner, lease_seconds, secret, rows, listing)
-        if lease is not None and repeats.size:
-            repeats.token = lease.token
-            self._put_back(run_id, repeats)
-        return lease
+        return self.inner.create(run_id, owner, lease_seconds, secret, self._first(rows), listing)
 
     def enqueue(self, run_id: str, secret: bytes, rows: Sequence[Row], listing: Listing, due_in: float) -> bool:
-        repeats = Repeats()
-        rows = [_woven(repeats, row, LONG_BYTES) for row in rows]
-        return self.inner.enqueue(run_id, secret, rows, listing, due_in)
+        return self.inner.enqueue(run_id, secret, self._first(rows), listing, due_in)
 
     def adopt(
         self,
@@ -86,13 +87,22 @@ class PackedStore:
         due_in: float | None,
     ) -> bool:
         # What comes back goes on behind what stands here; anything else begins with its first entry.
-        repeats = self._looked_at(run_id, None) if self.inner.secret(run_id) else Repeats()
+        repeats = self._looked_at(run_id, None if self.inner.secret(run_id) else 1)
 
         def woven() -> Iterator[list[Row]]:
             for page in pages:
                 yield [self._learnt(repeats, row) for row in page]
 
         return self.inner.adopt(run_id, token, secret, listing, woven(), requests, due_in)
+
+    def _first(self, rows: Sequence[Row]) -> Sequence[Row]:
+        """The first rows of a run, as they are kept."""
+        if all(len(row.payload or b"") < LONG_BYTES for row in rows):
+            return rows
+        from agent_run_ledger.stores.repeats import Repeats
+
+        repeats = Repeats()
+        return [self._learnt(repeats, row) for row in rows]
 
     def append(self, run_id: str, token: int, inbox: int, rows: Sequence[Row], *, synced: bool) -> bool:
         if self._is_to_be_seen(run_id, rows):
@@ -113,7 +123,11 @@ class PackedStore:
         """Whether there is anything to pack, or to find again later: what is asked of every append."""
         for row in rows:
             payload = row.payload
-            if payload is not None and len(payload) >= STRING_BYTES and (len(payload) >= LONG_BYTES or run_id in self._runs):
+            if (
+                payload is not None
+                and len(payload) >= STRING_BYTES
+                and (len(payload) >= LONG_BYTES or run_id in self._runs)
+            ):
                 return True
         return False
 
@@ -153,6 +167,8 @@ class PackedStore:
 
     def _looked_at(self, run_id: str, seq: int | None) -> Repeats:
         """What the last entries before this one hold, or the last there are: the long ones, and what stands between them."""
+        from agent_run_ledger.stores.repeats import Repeats
+
         repeats = Repeats()
         found: list[Row] = []
         long = 0
@@ -161,13 +177,14 @@ class PackedStore:
                 summary = next(iter(self.inner.summaries(run_id)), None)
                 seq = 1 if summary is None else summary.last.seq + 1
             for _ in range(_PAGES_LOOKED_AT):
+                if seq == 1 or long >= _LONG_LOOKED_AT:
+                    break
                 after = max(0, seq - 1 - _ROWS_LOOKED_AT)
                 page = self.inner.read(run_id, after, limit=seq - 1 - after, payloads_up_to=_LOOKED_AT_BYTES)
-                found[:0] = [row for row in page if row.payload is not None and len(row.payload) >= STRING_BYTES or row.encoding == PACKED]
+                page = [row for row in page if row.encoding == PACKED or len(row.payload or b"") >= STRING_BYTES]
                 long += sum(row.encoding == PACKED or len(row.payload or b"") >= LONG_BYTES for row in page)
+                found[:0] = page
                 seq = after + 1
-                if not after or long >= _LONG_LOOKED_AT:
-                    break
             for row in found:
                 self._remember(repeats, run_id, row)
         except (LedgerError, ValueError):
@@ -229,6 +246,8 @@ class PackedStore:
     # --- erasing ------------------------------------------------------------------------------------------------------
 
     def erase(self, run_id: str, token: int, rows: Sequence[Row], erasure: Erasure) -> None:
+        from agent_run_ledger.stores.repacking import without
+
         erasure = erasure._replace(packed=without(self.inner, self._unpacking, run_id, erasure.entries))
         self._let_go(run_id)
         self.inner.erase(run_id, token, rows, erasure)
@@ -239,7 +258,8 @@ class PackedStore:
         self._let_go(tombstone.run_id)
 
     def _let_go(self, run_id: str) -> None:
-        self._unpacking.forget(run_id)
+        if self._made_unpacking is not None:
+            self._made_unpacking.forget(run_id)
         with self._lock:
             if (repeats := self._runs.pop(run_id, None)) is not None:
                 self._digests -= repeats.size

@@ -7,10 +7,8 @@ from hashlib import sha256
 from itertools import islice
 from typing import NamedTuple
 
-from agent_run_ledger.stores.packing import MOST_BYTES, MOST_DEPTH, OWN, Packed, Piece, encode
+from agent_run_ledger.stores.packing import MOST_BYTES, MOST_DEPTH, OWN, STRING_BYTES, Packed, Piece, encode
 
-STRING_BYTES = 512
-"""A string, or an array without one, of so many bytes is a part of its own: it is found again wherever it stands."""
 _ELEMENT_BYTES = 64
 """Lists are cut between their elements where what comes before has so many bytes."""
 _COPIED_BYTES = 32
@@ -54,6 +52,8 @@ def _cuts(payload: bytes) -> Iterator[int]:
     opened = -1  # where the string began that this is in
     for said in payload.split(b'"'):
         end = at + len(said)
+        if opened >= 0 and end == len(payload):
+            return  # the string does not end
         if opened >= 0:
             if said.endswith(b"\\") and (len(said) - len(said.rstrip(b"\\"))) % 2:
                 at = end + 1
@@ -85,10 +85,7 @@ def _cuts(payload: bytes) -> Iterator[int]:
                 if (closed := said.find(b"]")) >= 0 and at + closed - begin >= _ELEMENT_BYTES:
                     yield at + closed
                     begin = at + closed
-                if said.endswith(b"[{") and end - 1 > begin:
-                    yield end - 1
-                    begin = end - 1
-                elif said.endswith(b"[") and end - 1 > begin:
+                if said.endswith((b"[{", b"[")) and end - 1 > begin:
                     yield end - 1
                     begin = end - 1
             opened = end
@@ -225,9 +222,7 @@ class Repeats:
             if end - begin >= _ELEMENT_BYTES
         ]
 
-    def _found(
-        self, digests: list[bytes], offsets: list[int], at: int
-    ) -> tuple[Piece | None, int, int, int | None]:
+    def _found(self, digests: list[bytes], offsets: list[int], at: int) -> tuple[Piece | None, int, int, int | None]:
         """Where the parts from `at` on stand already: a piece, how many of them it is, its depth, and the entry if it is one of several parts."""
         digest, begin = digests[at], offsets[at]
         best: tuple[Piece | None, int, int, int | None] = (None, 1, 0, None)
