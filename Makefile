@@ -28,12 +28,8 @@ test-system: environment ## tests that need the machine: strace, faketime, mount
 	$(PYTEST) -m system
 	PYTHONPATH=src:tests $(BIN)/python tests/system/other_servers.py -n $(JOBS) --dist worksteal
 
-bench: environment ## measure steps, queues and `verify` against the least that SQLite and PostgreSQL can do, and against Absurd
-	$(BIN)/python benchmarks/steps.py
-	$(BIN)/python benchmarks/asynchronous.py
-	$(BIN)/python benchmarks/verify.py
-	PYTHONPATH=tests $(BIN)/python benchmarks/postgres.py
-	PYTHONPATH=tests $(BIN)/python benchmarks/queues.py
+bench: environment ## measure against the floor and the peers: tables, docs/benchmarks.md and a JSON; BENCH=--quick for a look
+	$(BIN)/python benchmarks --json benchmarks/results/latest.json --page docs/benchmarks.md $(BENCH)
 
 coverage: environment ## which lines and branches the tests reach, subprocesses included
 	$(BIN)/coverage erase
@@ -56,7 +52,7 @@ wheel: environment ## build the wheel, install it into an empty environment and 
 	$(BIN)/python tools/try_wheel.py
 
 pins: ## read requirements/*.in anew and pin their newest versions with hashes (needs uv)
-	for kind in dev bench-absurd; do \
+	for kind in $(notdir $(basename $(wildcard requirements/*.in))); do \
 	    uv pip compile --quiet --upgrade --universal --python-version 3.11 --generate-hashes --no-header \
 	        requirements/$$kind.in --output-file requirements/$$kind.txt || exit; \
 	done

@@ -1,181 +1,98 @@
-"""What durable steps cost in an event loop: alone, many runs side by side, beside tools that block, and over 10,000 runs.
-
-    make bench
-    python benchmarks/asynchronous.py --dir /dev/shm --json
-
-Throughput is steps a second of one process; each figure stands beside the raw SQLite floor F (see steps.py) of the same run.
-"""
+"""Many runs side by side in one event loop: durable steps a second, latency beside tools that block, memory over 10,000 runs."""
 
 from __future__ import annotations
 
-import argparse
-import asyncio
-import gc
-import json
-import os
 import statistics
-import tempfile
-import threading
-import time
-from collections.abc import Coroutine
-from pathlib import Path
-from typing import Any, Literal
+from collections.abc import Iterator
 
-from steps import floor, median_microseconds
+from harness import Bench, Subject
+from tables import Row, Table, Wanted
 
-from agent_run_ledger import AgentRunLedger, Effect
-
-Durability = Literal["full", "process"]
-ROUNDS = 5
-BLOCKING_SECONDS, LEASE_SECONDS = 10.0, 3.0
-
-
-async def total(n: int) -> dict[str, int]:
-    """A tool that costs nothing, so that what is measured is the ledger."""
-    return {"n": n}
+RUNS, QUICK = (1, 16, 256), (1, 256)
+OURS, PROBE = "agent-run-ledger", "bare probe"
+SUBJECTS = {
+    OURS: ("ledger", {"NORMAL": ["process"], "FULL": ["full"]}),
+    "LangGraph": ("on_langgraph", {"NORMAL": ["NORMAL", "async"], "FULL": ["FULL", "async"]}),
+    "DBOS": ("on_dbos", {"NORMAL": ["NORMAL", "async"], "FULL": ["FULL", "async"]}),
+}
+WANTED = {
+    ("NORMAL", 256): [Wanted("steps/s", at_least=18_000), Wanted("steps/s", at_least=25_000, note="stretch")],
+    ("NORMAL", 1): [Wanted("steps/s", at_least=8_000)],
+}
 
 
-async def agent(ledger: AgentRunLedger, run_id: str, steps: int) -> None:
-    for n in range(steps):
-        await ledger.aexecute_step(run_id, "total", {"n": n}, total)
+def measure(bench: Bench) -> Iterator[Table]:
+    """The tables of this part."""
+    yield throughput(bench, "NORMAL", "process", "Many runs in one event loop, nothing synced")
+    yield throughput(bench, "FULL", "full", "Many runs in one event loop, every commit synced")
+    if not bench.is_quick:
+        yield beside_tools_that_block(bench)
+        yield many_runs(bench)
 
 
-def throughput(folder: Path, durability: Durability, runs: int, steps: int) -> float:
-    """Durable steps a second of `runs` runs side by side, each making its steps one after the other."""
-
-    async def all_of_them() -> float:
-        run_ids = [ledger.create_run("benchmark") for _ in range(runs)]
-        begun = time.perf_counter()
-        await asyncio.gather(*(agent(ledger, run_id, steps) for run_id in run_ids))
-        return runs * steps / (time.perf_counter() - begun)
-
-    path = folder / f"{durability}-{runs}-{time.monotonic_ns()}.db"
-    with AgentRunLedger(path, durability=durability, max_steps=10**9) as ledger:
-        return asyncio.run(all_of_them())
-
-
-def beside_tools_that_block(folder: Path) -> dict[str, float]:
-    """20 async runs on a lease of 3 s, one more whose plain tool blocks for 10 s in a thread of its own, and one that computes.
-
-    Latencies of the 20 runs' steps, in milliseconds; that no run was taken over is looked up in the log: all have one token.
-    """
-    path = folder / "blocking.db"
-    latencies: list[float] = []
-
-    def block(seconds: float) -> str:
-        threading.Event().wait(seconds)
-        return "done"
-
-    def compute(seconds: float) -> int:
-        end, rounds = time.monotonic() + seconds, 0
-        while time.monotonic() < end:
-            rounds += 1
-        return rounds
-
-    async def works(ledger: AgentRunLedger, run_id: str, until: float) -> None:
-        while time.monotonic() < until:
-            begun = time.perf_counter()
-            await ledger.aexecute_step(run_id, "total", {"n": len(latencies)}, total)
-            latencies.append(time.perf_counter() - begun)
-            await asyncio.sleep(0.02)
-
-    async def main() -> None:
-        run_ids = [ledger.create_run("benchmark") for _ in range(22)]
-        until = time.monotonic() + BLOCKING_SECONDS
-        given = {"seconds": BLOCKING_SECONDS}
-        limit = 2 * BLOCKING_SECONDS
-        await asyncio.gather(
-            ledger.aexecute_step(run_ids[0], "block", given, block, timeout=limit),
-            ledger.aexecute_step(run_ids[1], "compute", given, compute, timeout=limit),
-            *(works(ledger, run_id, until) for run_id in run_ids[2:]),
-        )
-
-    options: dict[str, Any] = {"lease_seconds": LEASE_SECONDS, "heartbeat_seconds": 0.5, "max_steps": 10**9}
-    with AgentRunLedger(path, durability="process", **options) as ledger:
-        asyncio.run(main())
-        taken = sum(step.fencing_token != 1 for run in ledger.runs() for step in ledger.steps(run.run_id))
-    ordered = sorted(latencies)
-    return {
-        "steps": len(ordered),
-        "p50_ms": 1e3 * statistics.median(ordered),
-        "p99_ms": 1e3 * ordered[int(len(ordered) * 0.99)],
-        "max_ms": 1e3 * ordered[-1],
-        "taken_over": taken,
-    }
+def throughput(bench: Bench, level: str, durability: str, title: str) -> Table:
+    table = Table(
+        f"throughput-{durability}",
+        title,
+        "Steps a second of one process, on the disk. Each run makes its steps one after the other, of an async function that costs nothing."
+        " Medians of rounds in which all take turns. *of the probe* is the rate by that of the bare probe beside it: two rows for each step, in"
+        " transactions of as many rows as there are runs.",
+        {"steps/s": 0, "µs a step": 1, "of the probe": 3},
+    )
+    bench.say(table.title)
+    programs = {PROBE: ("floor", {level: [level]}), **SUBJECTS}
+    wanted = {name: (program, bench.place(), options[level]) for name, (program, options) in programs.items()}
+    with bench.subjects(wanted, "throughput", 1, 2) as started:
+        for runs in QUICK if bench.is_quick else RUNS:
+            rates: dict[str, list[float]] = {}
+            for _ in range(1 if bench.is_quick else 5):
+                for name in list(started.subjects):
+                    found = started.trying(name, rate, runs, 0.3 if bench.is_quick else 1.0)
+                    rates.setdefault(name, []).extend([found] if found else [])
+            probe = statistics.median(rates[PROBE])
+            for name in started.subjects:
+                median = statistics.median(rates[name])
+                figures = {"steps/s": median, "µs a step": 1e6 / median, "of the probe": median / probe}
+                limits = WANTED.get((level, runs), ()) if name == OURS else ()
+                table.add(f"{_runs(runs)}: {name}", figures, *limits)
+        table.rows += [Row(name, error=error) for name, error in started.errors.items()]
+    return table
 
 
-def resident_kib() -> int:
-    """The process's memory in KiB."""
-    with open("/proc/self/statm", "rb") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") // 1024
+def rate(subject: Subject, runs: int, seconds: float) -> float:
+    """Its rate over about so many seconds, after a short warm-up which says how many steps that is."""
+    first: float = subject.ask("throughput", runs, max(2, 64 // runs))
+    found: float = subject.ask("throughput", runs, max(4, min(2_000, int(first * seconds / runs))))
+    return found
 
 
-def many_runs(folder: Path, count: int) -> dict[str, int]:
-    """Memory and threads of one process after a tenth of `count` runs and after all, each run an agent of three steps."""
-    path = folder / "many.db"
-    seen: dict[str, int] = {}
-    with AgentRunLedger(path, durability="process") as ledger:
-
-        @ledger.tool(effect=Effect.READ)
-        async def look(n: int) -> int:
-            return n
-
-        @ledger.agent()
-        async def short(n: int) -> int:
-            return sum([await look(n), await look(n + 1), await look(n + 2)])
-
-        async def one_after_another() -> None:
-            tasks: set[asyncio.Task[Any]] = set()
-            for n in range(count):
-                program: Coroutine[Any, Any, int] = ledger.arun(short, n)
-                tasks.add(asyncio.create_task(program))
-                if len(tasks) >= 16:
-                    _, tasks = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-                if n + 1 in (count // 10, count):
-                    await asyncio.gather(*tasks)
-                    tasks = set()
-                    gc.collect()
-                    seen[f"KiB after {n + 1}"] = resident_kib()
-                    seen[f"threads after {n + 1}"] = len(os.listdir("/proc/self/task"))
-
-        asyncio.run(one_after_another())
-    return seen
+def _runs(count: int) -> str:
+    return f"{count} run{'s' if count > 1 else ''}"
 
 
-def measured(folder: Path, *, quick: bool) -> dict[str, Any]:
-    steps = 20 if quick else 60
-    figures: dict[str, Any] = {}
-    for durability, synchronous in (("process", "NORMAL"), ("full", "FULL")):
-        base = median_microseconds(floor(folder / f"floor-{durability}.db", synchronous), 300)
-        figures[f"floor F, {durability} (µs)"] = base
-        sizes = ((1, 10 * steps), (256, steps)) if durability == "process" else ((1, 3 * steps), (64, steps))
-        for runs, each in sizes:
-            rates = [throughput(folder, durability, runs, each) for _ in range(2 if quick else ROUNDS)]  # type: ignore[arg-type]
-            rate = statistics.median(rates)
-            figures[f"{durability}, {runs} runs (steps/s)"] = rate
-            figures[f"{durability}, {runs} runs (µs a step / F)"] = 1e6 / rate / base
-    figures["full, 64 runs / one"] = figures["full, 64 runs (steps/s)"] / figures["full, 1 runs (steps/s)"]
-    if not quick:
-        figures["beside tools that block"] = beside_tools_that_block(folder)
-        figures["10,000 runs in one process"] = many_runs(folder, 10_000)
-    return figures
+def beside_tools_that_block(bench: Bench) -> Table:
+    table = Table(
+        "blocking",
+        "Steps beside tools that block",
+        "20 async runs on leases of 3 s, one more whose plain tool blocks for 10 s in a thread of its own, and one that computes there."
+        " Latencies of the 20 runs' steps; that nobody's run was taken over is read from the log.",
+        {"steps": 0, "p50 ms": 1, "p99 ms": 1, "longest ms": 1, "taken over": 0},
+    )
+    bench.say(table.title)
+    figures = bench.once("side_by_side", "blocking", bench.place())
+    table.add("a step of the 20 runs", figures, Wanted("taken over", at_most=0))
+    return table
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dir", help="where the databases are made; default: the temp directory")
-    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
-    parser.add_argument("--quick", action="store_true", help="a tenth of the time, without the two long parts")
-    options = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir=options.dir) as folder:
-        figures = measured(Path(folder), quick=options.quick)
-    if options.json:
-        print(json.dumps(figures, indent=2))
-        return
-    for name, figure in figures.items():
-        shown = f"{figure:,.1f}" if isinstance(figure, float) else figure
-        print(f"{name:44} {shown}")
-
-
-if __name__ == "__main__":
-    main()
+def many_runs(bench: Bench) -> Table:
+    table = Table(
+        "many-runs",
+        "10,000 runs in one process",
+        "Each an agent of three steps, at most 16 of them at a time.",
+        {"MiB": 1, "threads": 0},
+    )
+    bench.say(table.title)
+    told = bench.once("side_by_side", "many", bench.place(), 10_000)
+    for when in ("1,000", "10,000"):
+        table.add(f"after {when}", {"MiB": told[f"MiB after {when}"], "threads": told[f"threads after {when}"]})
+    return table

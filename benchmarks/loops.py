@@ -27,11 +27,11 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from agent_run_ledger import LoopDetectorPolicy
-from agent_run_ledger.model import Verdict
-from agent_run_ledger.rules.loops import Detector
 from agent_run_ledger.rules.loops.breaker import Breaker
 from agent_run_ledger.rules.loops.calls import Asked, Call
+from agent_run_ledger.rules.loops.policy import Detector
 from agent_run_ledger.rules.loops.signs import OK, Cycle, Identical, NothingNew, Repetition, SimilarInputs
+from agent_run_ledger.words import Verdict
 
 Recording = dict[str, Any]
 Make = Callable[[], Detector]
@@ -47,7 +47,8 @@ class Literally:
 
     def observe(self, call: Call) -> Verdict:
         self._calls.append(call)
-        return self._sign.read(list(self._calls))
+        verdict, _ = self._sign.read(list(self._calls))
+        return verdict
 
     def continues(self, asked: Asked) -> bool:
         return self._sign.continues(asked, self._calls)

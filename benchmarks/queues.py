@@ -1,33 +1,25 @@
-"""What queues cost on PostgreSQL and on SQLite: a claim, with all that may stand before it; a wake; and 1,000 children of one run.
-
-    make bench
-    PYTHONPATH=src:tests python benchmarks/queues.py --json
-    PYTHONPATH=src:tests python benchmarks/queues.py --dsn postgresql://... --only claims
-
-The server is the one of postgres.py. Every claim is a synced commit; beside it stands the least that one can be, an UPDATE of one head
-by its key. Whoever claims finds so many runs due as the row says, and what was claimed is finished before the next.
-"""
+"""What queues cost on PostgreSQL and on SQLite: a claim, with all that may stand before it; a wake; and 1,000 children of one run."""
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import shutil
 import sqlite3
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import psycopg
-from postgres import Databases, databases, machine
-from steps import median_microseconds
+from harness import SUBJECTS, Bench, environment
+from servers import Databases, databases
+from subjects.talk import timed
+from subjects.worker import begins
+from tables import Row, Table
 
 from agent_run_ledger import AgentRunLedger, Effect, current_run
 from agent_run_ledger.contract import Lease, QueueTerms, Store
@@ -37,8 +29,6 @@ from agent_run_ledger.stores.clock import SystemClock
 from support.pgbouncer import PgBouncer
 
 BATCH = 50
-BACKLOG = 100_000
-CHILDREN = 1_000
 LEASE_SECONDS = 600.0
 AGENT = "agent"
 
@@ -125,27 +115,27 @@ def both(shelf: Shelf) -> dict[str, float]:
     return {"alone": claim(shelf, 1, 200), f"in batches of {BATCH}": claim(shelf, BATCH, 40)}
 
 
-def claims(make: Callable[[], Shelf]) -> dict[str, dict[str, float]]:
-    """A claim, by what stands in the store beside."""
+def claims(make: Callable[[], Shelf], backlog: int) -> dict[str, dict[str, float]]:
+    """Microseconds of a claim, by what stands in the store beside."""
     costs: dict[str, dict[str, float]] = {}
     shelf = make()
     costs["nothing else due"] = both(shelf)
     shelf.add(1_000)
     costs["1,000 due"] = both(shelf)
-    shelf.add(BACKLOG - 1_000)
-    costs[f"{BACKLOG:,} due"] = both(shelf)
+    shelf.add(backlog - 1_000)
+    costs[f"{backlog:,} due"] = both(shelf)
     shelf.store.close()
 
     shelf = make()
-    shelf.add(BACKLOG, due="NULL")
-    costs[f"{BACKLOG:,} finished"] = both(shelf)
+    shelf.add(backlog, due="NULL")
+    costs[f"{backlog:,} finished"] = both(shelf)
     shelf.store.close()
 
     shelf = make()
     if isinstance(shelf, Postgres):
         shelf.execute("ALTER TABLE runs SET (autovacuum_enabled = off)")
-    drain(shelf)
-    costs[f"{BACKLOG:,} claimed and finished, no vacuum since"] = both(shelf)
+    drain(shelf, backlog)
+    costs[f"{backlog:,} claimed and finished, no vacuum since"] = both(shelf)
     shelf.store.close()
 
     if isinstance(shelf, Postgres):
@@ -154,7 +144,7 @@ def claims(make: Callable[[], Shelf]) -> dict[str, dict[str, float]]:
         with psycopg.connect(shelf.url) as reader:  # in a transaction until the end of the block
             reader.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
             reader.execute("SELECT count(*) FROM runs")
-            drain(shelf)
+            drain(shelf, backlog)
             costs["the same, beside a transaction older than all that"] = both(shelf)
         shelf.store.close()
 
@@ -163,16 +153,16 @@ def claims(make: Callable[[], Shelf]) -> dict[str, dict[str, float]]:
     hot = QueueTerms("hot", per_key=1)
     assert shelf.store.claim_due("other", LEASE_SECONDS, [hot], [AGENT], 1)
     costs["a queue with per_key=1"] = {"alone": per_key(shelf, hot)}
-    shelf.add(BACKLOG, queue="hot", key="'hot'")
+    shelf.add(backlog, queue="hot", key="'hot'")
     shelf.execute("ANALYZE runs")
-    costs[f"the same, before {BACKLOG:,} due of a key that is busy"] = {"alone": per_key(shelf, hot)}
+    costs[f"the same, before {backlog:,} due of a key that is busy"] = {"alone": per_key(shelf, hot)}
     shelf.store.close()
     return costs
 
 
-def drain(shelf: Shelf) -> None:
+def drain(shelf: Shelf, backlog: int) -> None:
     """Claim and finish the whole backlog, as workers do."""
-    shelf.add(BACKLOG)
+    shelf.add(backlog)
     while leases := shelf.store.claim_due("bench", LEASE_SECONDS, [QueueTerms("q")], [AGENT], 1_000):
         finish(shelf, leases)
 
@@ -203,49 +193,18 @@ def update(url: str) -> float:
     connection.execute("INSERT INTO heads SELECT 'run-' || n, NULL, 0 FROM generate_series(1, 1000) AS g (n)")
     cursor = connection.cursor()
     statement = "UPDATE heads SET owner = %s, token = token + 1 WHERE run = %s RETURNING token"
-    return median_microseconds(lambda: cursor.execute(statement, ("bench", "run-500")), 300)
+    return statistics.median(timed(lambda: cursor.execute(statement, ("bench", "run-500")), 300))
 
 
 # --- wakes ------------------------------------------------------------------------------------------------------------
 
 
-def begins(ledger: AgentRunLedger) -> Callable[[int], int]:
-    """The agent of which it is measured when it begins; the machine's clock is the same in all processes."""
-
-    @ledger.agent()
-    def begin(number: int) -> int:
-        print(time.monotonic(), flush=True)
-        return number
-
-    return begin
-
-
-def wait(place: str) -> None:
-    """Wait for work again and again, and say when it woke."""
-    store = open_store(place, durability="full", clock=SystemClock())
-    while store.wait_for_work(0.1):  # what happened before the first wait
-        pass
-    print("ready", flush=True)
-    for _ in sys.stdin:
-        while not store.wait_for_work(10.0):
-            pass
-        print(time.monotonic(), flush=True)
-
-
-def work(place: str) -> None:
-    """Be a worker, until the input ends."""
-    ledger = AgentRunLedger(place)
-    begins(ledger)
-    with ledger.worker(4):
-        print("ready", flush=True)
-        sys.stdin.read()
-
-
 @contextmanager
 def elsewhere(role: str, place: str) -> Iterator[tuple[Callable[[], None], Callable[[], str]]]:
-    """Play a role in another process: what asks it to go on, and what reads what it says."""
-    command = [sys.executable, __file__, "--role", role, "--dsn", place]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    """Play a role of subjects/worker.py in another process: what asks it to go on, and what reads what it says."""
+    command = [sys.executable, str(SUBJECTS / "worker.py"), role, place]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment("worker")) as process:
         assert process.stdin is not None
         assert process.stdout is not None
         asked, told = process.stdin, process.stdout
@@ -267,12 +226,12 @@ def latencies(place: str, *, count: int) -> dict[str, float]:
     return percentiles(taken[5:])
 
 
-def wakes(place: str) -> dict[str, float]:
+def wakes(place: str, *, count: int) -> dict[str, float]:
     """Milliseconds from the call of `submit` to the return of `wait_for_work` in another process."""
     with AgentRunLedger(place) as ledger, elsewhere("wait", place) as (go_on, told):
         begin = begins(ledger)
         taken: list[float] = []
-        for number in range(205):
+        for number in range(count + 5):
             go_on()
             time.sleep(0.06)  # so that it waits
             called = time.monotonic()
@@ -286,27 +245,26 @@ def percentiles(taken: list[float]) -> dict[str, float]:
     return {"p50 ms": statistics.median(ordered), "p99 ms": ordered[math.ceil(len(ordered) * 0.99) - 1]}
 
 
-def waking(made: Databases, folder: Path) -> dict[str, dict[str, float]]:
+def waking(made: Databases, bench: Bench) -> dict[str, dict[str, float]]:
+    count = 20 if bench.is_quick else 200
     found: dict[str, dict[str, float]] = {}
-    for name, place in (("PostgreSQL", made.ledger()), ("SQLite", str(folder / "wakes.db"))):
-        found[f"{name}, submit to woken"] = wakes(place)
-    for name, place in (("PostgreSQL", made.ledger()), ("SQLite", str(folder / "begins.db"))):
-        found[f"{name}, submit to begun"] = latencies(place, count=200)
+    for name, place in (("PostgreSQL", made.ledger()), ("SQLite", str(bench.place()))):
+        found[f"{name}: a waiting worker wakes"] = wakes(place, count=count)
+    for name, place in (("PostgreSQL", made.ledger()), ("SQLite", str(bench.place()))):
+        found[f"{name}: the agent's first line"] = latencies(place, count=count)
     if made.server is not None and shutil.which("pgbouncer"):
         with PgBouncer(made.server) as pooler:
-            url = made.ledger()
-            found["through PgBouncer, submit to begun"] = latencies(
-                pooler.dsn(url.rpartition("/")[2].partition("?")[0]), count=20
-            )
+            database = made.ledger().rpartition("/")[2].partition("?")[0]
+            found["through PgBouncer: the agent's first line"] = latencies(pooler.dsn(database), count=count // 10)
     return found
 
 
 # --- children ---------------------------------------------------------------------------------------------------------
 
 
-def fan_out(place: str) -> float:
-    """Seconds of one run that starts 1,000 others, of one step each, and waits for them; one worker, 8 at once, one process."""
-    with AgentRunLedger(place, max_steps=2 * CHILDREN) as ledger:  # a child is a step of its parent
+def fan_out(place: str, children: int) -> float:
+    """Seconds of one run that starts so many others, of one step each, and waits for them; one worker, 8 at once, one process."""
+    with AgentRunLedger(place, max_steps=2 * children) as ledger:  # a child is a step of its parent
 
         @ledger.tool(effect=Effect.READ)
         def square(n: int) -> int:
@@ -322,57 +280,58 @@ def fan_out(place: str) -> float:
 
         with ledger.worker(8):
             begun = time.perf_counter()
-            assert ledger.submit(parent, CHILDREN).result(600.0) == sum(n * n for n in range(CHILDREN))
+            assert ledger.submit(parent, children).result(600.0) == sum(n * n for n in range(children))
             return time.perf_counter() - begun
 
 
 # --- what is told -----------------------------------------------------------------------------------------------------
 
-PARTS = ("claims", "wakes", "children")
+
+def measure(bench: Bench) -> Iterator[Table]:
+    """The tables of this part."""
+    backlog, children = (5_000, 100) if bench.is_quick else (100_000, 1_000)
+    with databases() as made:
+        bench.versions["postgres"] = str(made)
+        bench.say("claims")
+        yield claiming(made, bench, backlog)
+        bench.say("wakes")
+        yield table(
+            "wakes", "From `submit` to another process", "Milliseconds from the call of `submit`.", waking(made, bench)
+        )
+        bench.say("children")
+        seconds = {"PostgreSQL": {"seconds": fan_out(made.ledger(), children)}}
+        seconds["SQLite"] = {"seconds": fan_out(str(bench.place()), children)}
+        about = "One run starts them, each of one step, and waits for all; one worker, 8 at once."
+        yield table("children", f"{children:,} children of one run", about, seconds)
 
 
-def measured(made: Databases, folder: Path, parts: tuple[str, ...]) -> dict[str, Any]:
-    figures: dict[str, Any] = {}
-    if "claims" in parts:
-        numbers = iter(range(100))
-        figures["claims, PostgreSQL (µs each)"] = {
+def claiming(made: Databases, bench: Bench, backlog: int) -> Table:
+    """Both stores side by side."""
+    alone, batched = "alone, µs", f"in batches of {BATCH}, µs each"
+    sides = {
+        "PostgreSQL": {
             "an UPDATE by its key": {"alone": update(made.empty())},
-            **claims(lambda: Postgres(made.ledger())),
+            **claims(lambda: Postgres(made.ledger()), backlog),
+        },
+        "SQLite": claims(lambda: Sqlite(bench.place()), backlog),
+    }
+    shown = {
+        f"{store}: {name}": {
+            column: told[short]
+            for column, short in ((alone, "alone"), (batched, f"in batches of {BATCH}"))
+            if short in told
         }
-        figures["claims, SQLite (µs each)"] = claims(lambda: Sqlite(folder / f"claims-{next(numbers)}.db"))
-    if "wakes" in parts:
-        figures["wakes"] = waking(made, folder)
-    if "children" in parts:
-        name = f"{CHILDREN:,} children"
-        figures["children"] = {
-            f"{name}, PostgreSQL": {"seconds": fan_out(made.ledger())},
-            f"{name}, SQLite": {"seconds": fan_out(str(folder / "children.db"))},
-        }
-    return figures
+        for store, costs in sides.items()
+        for name, told in costs.items()
+    }
+    about = (
+        "A claim of a run that is due, in a synced commit, by what stands in the ledger beside. The least that one can be is an `UPDATE` of"
+        " one head by its key. What was claimed is finished before the next claim."
+    )
+    return table("claims", "Claiming", about, shown)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dsn", help="another server; default: an embedded one under the temp directory")
-    parser.add_argument("--only", choices=PARTS, help="a part alone")
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of tables")
-    parser.add_argument("--role", choices=("wait", "work"), help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.role is not None:
-        {"wait": wait, "work": work}[given.role](given.dsn)
-        return
-    with databases(given.dsn) as made, tempfile.TemporaryDirectory() as folder:
-        about = machine(made) | {"sqlite": sqlite3.sqlite_version}
-        figures = measured(made, Path(folder), (given.only,) if given.only else PARTS)
-    if given.json:
-        print(json.dumps({"machine": about, **figures}))
-        return
-    print("   ".join(f"{key} {value}" for key, value in about.items()))
-    for part, rows in figures.items():
-        print(f"\n{part}")
-        for name, row in rows.items():
-            print(f"{name:<60}" + "   ".join(f"{value:>10.2f} {unit}" for unit, value in row.items()))
-
-
-if __name__ == "__main__":
-    main()
+def table(key: str, title: str, about: str, found: dict[str, dict[str, float]]) -> Table:
+    """Rows with whatever columns they have."""
+    columns = dict.fromkeys((column for told in found.values() for column in told), 1)
+    return Table(key, title, about, columns, [Row(name, told) for name, told in found.items()])

@@ -1,21 +1,17 @@
-"""How fast a ledger is verified, how fast its entries are hashed alone, how long a proof takes, and what hashing takes of a step.
-
-Run it with `python benchmarks/verify.py`. It needs 1.5 GB in the folder for temporary files, most of it for the run of 1,000,000 entries.
-"""
+"""How fast a ledger is verified and its entries are hashed, how long a proof takes, and what hashing takes of a step."""
 
 from __future__ import annotations
 
 import json
 import statistics
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from hashlib import sha256
 from itertools import pairwise
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
+from harness import Bench
+from tables import Table, Wanted
 
 from agent_run_ledger import AgentRunLedger, Effect, merkle
 from agent_run_ledger.contract import Listing, Row
@@ -24,9 +20,76 @@ from agent_run_ledger.stores.clock import SystemClock
 from agent_run_ledger.stores.sqlite import SqliteStore
 
 RUNS, STEPS, TIMES = 5, 2_000, 5
-LONG = 1_000_000
+LONG, QUICK = 1_000_000, 20_000
 ARGUMENTS = {"invoice": "R-2026-0042", "text": "an amount that does not match " * 2}
 OUTPUT = {"matched": False, "rows": [17, 18, 19], "text": "none of these"}
+
+
+def measure(bench: Bench) -> Iterator[Table]:
+    """The tables of this part."""
+    yield verifying(bench)
+    yield hashing(bench)
+    yield proving(bench)
+
+
+def verifying(bench: Bench) -> Table:
+    table = Table(
+        "verify",
+        "Verifying a ledger",
+        f"{RUNS} runs of {2 * STEPS + 2:,} entries in SQLite; seconds are those of the processor, the best of {TIMES} times.",
+        {"entries/s": 0, "of the floor": 2},
+    )
+    bench.say(table.title)
+    path = bench.place()
+    filled(path)
+    with AgentRunLedger.open_read_only(path) as ledger:
+        rows = [row for number in range(RUNS) for row in ledger._store.read(f"run-{number}")]
+        assert ledger.verify().ok
+        runs = by_run(rows)
+        least, checks = fastest(lambda: floor(rows)), fastest(ledger.verify)
+        hashes = fastest(lambda: [hashed(run) for run in runs])
+
+    def figures(seconds: float) -> dict[str, float]:
+        return {"entries/s": len(rows) / seconds, "of the floor": least / seconds}
+
+    table.add("floor: each body parsed as JSON and hashed once", figures(least))
+    table.add("`verify`, all its checks", figures(checks), Wanted("entries/s", at_least=40_000))
+    table.add("the hashes alone, from bodies in memory", figures(hashes), Wanted("entries/s", at_least=150_000))
+    return table
+
+
+def hashing(bench: Bench) -> Table:
+    table = Table(
+        "hashing",
+        "Hashing in a step",
+        'A step in `durability="process"`, and all hashes and keys that stand in its two entries, made again.',
+        {"µs of CPU": 1, "% of a step": 1},
+    )
+    bench.say(table.title)
+    step, hashes = share_of_hashing(bench.place())
+    table.add("a step", {"µs of CPU": step, "% of a step": 100.0})
+    share = {"µs of CPU": hashes, "% of a step": 100 * hashes / step}
+    table.add("its hashes and keys", share, Wanted("% of a step", at_most=15))
+    return table
+
+
+def proving(bench: Bench) -> Table:
+    length = QUICK if bench.is_quick else LONG
+    table = Table(
+        "proofs",
+        "Proving an entry",
+        f"Proofs of 199 entries all over a run of {length:,}, in a ledger that was just opened.",
+        {"p50 ms": 3, "longest ms": 3},
+    )
+    bench.say(table.title)
+    path = bench.place()
+    store = SqliteStore(path, durability="process", clock=SystemClock())
+    long_log(store, length)
+    store.close()
+    taken = proofs(path, length)
+    told = {"p50 ms": statistics.median(taken), "longest ms": max(taken)}
+    table.add("a proof", told, Wanted("p50 ms", at_most=10))
+    return table
 
 
 def filled(path: Path) -> None:
@@ -61,12 +124,12 @@ def floor(rows: list[Row]) -> None:
         sha256(row.body).digest()
 
 
-def long_log(store: SqliteStore) -> None:
+def long_log(store: SqliteStore, length: int) -> None:
     """A run of so many entries, of which nothing but the tree is looked at."""
 
     def pages() -> Iterator[list[Row]]:
         frontier: list[bytes] = []
-        for first in range(0, LONG, 10_000):
+        for first in range(0, length, 10_000):
             page = []
             for size in range(first, first + 10_000):
                 body = b'{"run":"long","seq":%d,"kind":"value","token":1}' % (size + 1)
@@ -77,12 +140,12 @@ def long_log(store: SqliteStore) -> None:
     store.adopt("long", 1, b"x" * 32, Listing(0.0), pages(), [], None)
 
 
-def proofs(path: Path) -> list[float]:
+def proofs(path: Path, length: int) -> list[float]:
     """Milliseconds of proofs of entries all over the run, in a ledger that was just opened."""
     with AgentRunLedger(path, durability="process") as ledger:
         root = ledger.tree_head("long").root
         taken = []
-        for seq in range(7, LONG, LONG // 199):
+        for seq in range(7, length, length // 199):
             begun = time.perf_counter()
             proof = ledger.prove("long", seq)
             taken.append(1000 * (time.perf_counter() - begun))
@@ -115,37 +178,6 @@ def share_of_hashing(path: Path) -> tuple[float, float]:
     return 1e6 * step_seconds, 1e6 * fastest(again) / STEPS
 
 
-def main() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "ledger.db"
-        filled(path)
-        with AgentRunLedger.open_read_only(path) as ledger:
-            rows = [row for number in range(RUNS) for row in ledger._store.read(f"run-{number}")]
-            report = ledger.verify()
-            assert report.ok
-            least = fastest(lambda: floor(rows))
-            checks = fastest(ledger.verify)
-        hashes = fastest(lambda: [hashed(ledger_rows) for ledger_rows in by_run(rows)])
-        count = len(rows)
-        print(f"entries, with their runs: {count:,}, {RUNS}")
-        print(f"a body parsed and hashed once: {count / least:,.0f} a second (1)")
-        print(f"verify, all checks: {count / checks:,.0f} a second ({checks / least:.1f} times as long)")
-        print(f"hashes alone: {count / hashes:,.0f} a second ({hashes / least:.2f} times as long)")
-        step, hashing = share_of_hashing(Path(folder) / "steps.db")
-        print(f"a step in process: {step:.0f} µs of CPU, of which hashing {hashing:.1f} µs, {hashing / step:.1%}")
-        store = SqliteStore(Path(folder) / "long.db", durability="process", clock=SystemClock())
-        long_log(store)
-        store.close()
-        taken = proofs(Path(folder) / "long.db")
-        print(
-            f"a proof in a run of {LONG:,} entries: median {statistics.median(taken):.2f} ms, longest {max(taken):.2f} ms"
-        )
-
-
 def by_run(rows: list[Row]) -> list[list[Row]]:
     starts = [index for index, row in enumerate(rows) if row.seq == 1] + [len(rows)]
     return [rows[begin:end] for begin, end in pairwise(starts)]
-
-
-if __name__ == "__main__":
-    main()

@@ -57,12 +57,13 @@ from agent_run_ledger.cli import commands
 from agent_run_ledger.contract import Row
 from agent_run_ledger.engine.history import Outcome, StepHistory
 from agent_run_ledger.engine.recovery import Declaration, plan_recovery
-from agent_run_ledger.model import Event, RetryPolicy, RunState
+from agent_run_ledger.model import RetryPolicy
 from agent_run_ledger.rules import lifecycle
 from agent_run_ledger.rules.loops.breaker import Rule
 from agent_run_ledger.rules.loops.calls import Call
 from agent_run_ledger.stores.memory import MemoryStore
 from agent_run_ledger.testing import FakeClock
+from agent_run_ledger.words import Event, RunState
 from support.databases import databases
 from support.ledgers import packs_nothing
 from support.pumping import pump, work_once
@@ -803,7 +804,7 @@ def _plays(options: dict[str, Any], undeclared: str) -> tuple[str, str]:
 def module_table() -> str:
     """Every module with the first line of its docstring, floor by floor."""
     floors = [
-        ("0 words", ["errors.py", "model.py", "contract.py"]),
+        ("0 words", ["errors.py", "words.py", "model.py", "contract.py"]),
         ("1 rules", ["rules", "merkle.py", "checkpoints.py", "bundles.py", "usage.py", "prices.py"]),
         ("2 engine", ["engine"]),
         ("2 stores", ["stores"]),
@@ -1163,7 +1164,7 @@ class Suspicious(LoopDetectorPolicy):
         found = super().rule()
 
         class Suspects:
-            continues = found.continues
+            continues, remember, reach = found.continues, found.remember, found.reach
 
             def observe(self, call: Call) -> Verdict:
                 said = found.observe(call)

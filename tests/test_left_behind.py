@@ -365,7 +365,7 @@ def test_verify_finds_an_order_that_never_was(field: str, wrong: Any) -> None:
     from agent_run_ledger.engine.audit import audit
     from agent_run_ledger.engine.history import History
     from agent_run_ledger.engine.log import Draft, seal
-    from agent_run_ledger.model import Event
+    from agent_run_ledger.words import Event
 
     history = History("r", b"s" * 32)
     rows: list[Row] = []

@@ -32,10 +32,10 @@ from agent_run_ledger import (
     StepInDoubt,
     UnserialisableArguments,
 )
-from agent_run_ledger.model import Verdict
 from agent_run_ledger.rules import canonical
 from agent_run_ledger.rules.loops.breaker import Rule
 from agent_run_ledger.rules.loops.calls import Call
+from agent_run_ledger.words import Verdict
 from support.ledgers import Bench, Tool, raising
 from support.processes import child
 from support.programs import RUN
@@ -273,7 +273,7 @@ class Suspicious(LoopDetectorPolicy):
         found = super().rule()
 
         class Suspects:
-            continues = found.continues
+            continues, remember, reach = found.continues, found.remember, found.reach
 
             def observe(self, call: Call) -> Verdict:
                 seen = found.observe(call)

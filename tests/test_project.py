@@ -105,6 +105,30 @@ def test_importing_the_package_loads_nothing_else() -> None:
     assert set(loaded.split()) <= {"agent_run_ledger", "__future__"}
 
 
+def test_a_first_step_loads_nothing_that_it_does_not_use(tmp_path: Path) -> None:
+    loaded = in_a_fresh_interpreter(
+        "import sys; from agent_run_ledger import AgentRunLedger\n"
+        f"ledger = AgentRunLedger({str(tmp_path / 'agent.db')!r})\n"
+        "ledger.execute_step(ledger.create_run('goal'), 'fetch', {'id': 7}, lambda: {'total': 120})\n"
+        "print(*sys.modules)",
+        "-I",
+        "-S",
+    )
+    dear = {
+        "asyncio",
+        "dataclasses",
+        "importlib.resources",
+        "inspect",
+        "logging",
+        "platform",
+        "socket",
+        "tempfile",
+        "uuid",
+    }
+    faces = {f"agent_run_ledger.{name}" for name in ("agents", "model", "pipeline", "proving", "settle", "usage")}
+    assert not (dear | faces) & set(loaded.split())
+
+
 def test_every_public_name_resolves() -> None:
     missing = in_a_fresh_interpreter(
         "import agent_run_ledger as package\n"

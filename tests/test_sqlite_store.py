@@ -1336,6 +1336,23 @@ def test_a_file_of_every_earlier_version_comes_to_the_schema_of_a_new_one(tmp_pa
         assert objects == wanted
 
 
+def test_a_new_file_is_what_the_migrations_make_of_an_empty_one(tmp_path: Path) -> None:
+    seen = []
+    for path, scripts in ((tmp_path / "whole.db", None), (tmp_path / "in_order.db", schema.load_migrations())):
+        files = Connections(str(path), 30.0, migrations=scripts)
+        files.open()
+        files.close(30.0, lambda: None)
+        with look(path) as db:
+            made = db.execute("SELECT type, name, tbl_name, sql FROM sqlite_master ORDER BY type, name").fetchall()
+            names = [name for kind, name, *_ in made if kind == "table"]
+            rows = [db.execute(f'SELECT * FROM "{name}"').fetchall() for name in names]
+            stamps = [
+                db.execute(f"PRAGMA {name}").fetchone() for name in ("application_id", "user_version", "page_size")
+            ]
+            seen.append((made, rows, stamps))
+    assert seen[0] == seen[1], "run tools/whole_schema.py"
+
+
 LEDGERS_OF_OLD = """
 INSERT INTO runs (run_id, owner, fencing_token) VALUES ('r', NULL, 7), ('plain', NULL, 1), ('broken', NULL, 1), ('odd', NULL, 1);
 INSERT INTO secrets VALUES ('r', x'01');
@@ -1406,6 +1423,46 @@ def test_all_migrations_one_after_the_other_give_the_schema_of_a_new_file(path: 
     brought_to(Path(f"{path}.new"), len(scripts), scripts)
     with look(path) as old, look(Path(f"{path}.new")) as new:
         assert schema.objects(old) == schema.objects(new)
+
+
+# --- the log grows ahead ----------------------------------------------------------------------------------------------
+
+
+def test_a_synced_log_grows_ahead_of_what_is_written_and_zeros_say_nothing(
+    store: SqliteStore, path: Path, tmp_path: Path
+) -> None:
+    token = create(store)
+    sizes = set()
+    for seq in range(2, 402):
+        assert store.append("r", token, 0, [a_row(seq, payload=b"x" * 500)], synced=True)
+        sizes.add(os.path.getsize(f"{path}-wal"))
+    assert len(sizes) < 40  # else one for each append
+    for end in ("", "-wal"):  # what a process that is killed now leaves behind
+        shutil.copy(f"{path}{end}", tmp_path / f"left.db{end}")
+    with contextlib.closing(SqliteStore(tmp_path / "left.db", clock=FakeClock())) as left:
+        assert left.read("r") == store.read("r")
+        assert list(left.check()) == []
+
+
+def test_a_log_that_is_not_synced_does_not(store: SqliteStore, path: Path) -> None:
+    token = create(store)
+    for seq in range(2, 102):
+        assert store.append("r", token, 0, [a_row(seq)], synced=False)
+    assert os.path.getsize(f"{path}-wal") < 1024 * 1024
+
+
+def test_it_takes_nothing_of_a_disk_that_has_too_little(store: SqliteStore, path: Path) -> None:
+    token = create(store)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (os.path.getsize(path) + 900_000, before[1]))
+    try:
+        for seq in range(2, 52):
+            assert store.append("r", token, 0, [a_row(seq)], synced=True)
+        assert os.path.getsize(f"{path}-wal") < 800_000
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert [row.seq for row in store.read("r")] == list(range(1, 52))
+    assert list(store.check()) == []
 
 
 # --- failures ---------------------------------------------------------------------------------------------------------
@@ -1554,6 +1611,7 @@ def test_where_the_system_gives_no_locks_every_write_says_so(
 
     with monkeypatch.context() as patch:
         patch.setattr(fcntl, "flock", fail)
+        patch.setattr(store._files.lock, "take", lambda: fail(0, 0))
         for verb in verbs(store, token):
             with pytest.raises(StoreUnavailable, match="gives no lock"):
                 verb()
@@ -1724,6 +1782,7 @@ def test_many_appends_are_one_transaction_whatever_becomes_of_each(
 ) -> None:
     statements: list[str] = []
     writer = store._files.ready()
+    store._files._log_room = 1000  # the log need not be given room meanwhile
     writer.set_trace_callback(statements.append)
     answers = store.append_all(mixed, synced=synced)
     writer.set_trace_callback(None)
@@ -1847,7 +1906,7 @@ def test_whether_many_are_on_stable_storage_is_not_known_while_the_disk_fails(
 def test_on_a_full_disk_many_appends_all_say_so_and_nothing_is_lost_when_there_is_room_again(
     store: SqliteStore, path: Path
 ) -> None:
-    appends = one_each(create_all(store, *(f"r{number}" for number in range(20))), payload=b"x" * 60_000)
+    appends = one_each(create_all(store, *(f"r{number}" for number in range(20))), payload=b"x" * 200_000)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     size = max(os.path.getsize(path), os.path.getsize(f"{path}-wal"))
     resource.setrlimit(resource.RLIMIT_FSIZE, (size + 300_000, before[1]))

@@ -1,4 +1,4 @@
-"""Build the wheel, install it into an empty environment, and try there what a user tries first."""
+"""Build the wheel, install it into an empty environment, and try there what a user tries first; given a folder, leave it there."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ def run(*command: str, cwd: Path) -> None:
     subprocess.run(command, cwd=cwd, env=environment, stdin=subprocess.DEVNULL, check=True)
 
 
-def main() -> None:
+def main(kept: str | None = None) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         wheel = build(folder)
         if missing := left_out(wheel):
             sys.exit(f"{wheel.name} leaves out: {', '.join(missing)}")
-        commands = install(wheel, folder / "empty")
+        commands = install(wheel, Path(kept).absolute() if kept else folder / "empty")
         run(str(commands / "python"), "-I", "-c", "import agent_run_ledger", cwd=folder)
         run(str(commands / "agent-run-ledger"), "--help", cwd=folder)
         run(str(commands / "agent-run-ledger"), "demo", cwd=folder)
@@ -62,6 +62,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     try:
-        main()
+        main(*sys.argv[1:])
     except subprocess.CalledProcessError as failed:
         sys.exit(f"exit code {failed.returncode} of {' '.join(failed.cmd)}")

@@ -80,8 +80,6 @@ if TYPE_CHECKING:
     from agent_run_ledger.model import Collected as Collected
     from agent_run_ledger.model import CopiedRun as CopiedRun
     from agent_run_ledger.model import Cost as Cost
-    from agent_run_ledger.model import Effect as Effect
-    from agent_run_ledger.model import Event as Event
     from agent_run_ledger.model import Evidence as Evidence
     from agent_run_ledger.model import Explanation as Explanation
     from agent_run_ledger.model import Finding as Finding
@@ -94,15 +92,12 @@ if TYPE_CHECKING:
     from agent_run_ledger.model import RetryPolicy as RetryPolicy
     from agent_run_ledger.model import Rewrapped as Rewrapped
     from agent_run_ledger.model import RunRecord as RunRecord
-    from agent_run_ledger.model import RunState as RunState
     from agent_run_ledger.model import SharedBudget as SharedBudget
     from agent_run_ledger.model import SharedLimits as SharedLimits
     from agent_run_ledger.model import Spending as Spending
     from agent_run_ledger.model import StepRecord as StepRecord
-    from agent_run_ledger.model import StepState as StepState
     from agent_run_ledger.model import StuckRun as StuckRun
     from agent_run_ledger.model import TraceLine as TraceLine
-    from agent_run_ledger.model import Verdict as Verdict
     from agent_run_ledger.model import VerificationReport as VerificationReport
     from agent_run_ledger.model import WorkerRecord as WorkerRecord
     from agent_run_ledger.pipeline import RunLedger as RunLedger
@@ -113,7 +108,7 @@ if TYPE_CHECKING:
     from agent_run_ledger.redacting import redacted as redacted
     from agent_run_ledger.rules.budget import shared_budget as shared_budget
     from agent_run_ledger.rules.canonical import register_type as register_type
-    from agent_run_ledger.rules.loops import LoopDetectorPolicy as LoopDetectorPolicy
+    from agent_run_ledger.rules.loops.policy import LoopDetectorPolicy as LoopDetectorPolicy
     from agent_run_ledger.rules.names import sanitize_identifier as sanitize_identifier
     from agent_run_ledger.run import Run as Run
     from agent_run_ledger.run import current_run as current_run
@@ -121,6 +116,11 @@ if TYPE_CHECKING:
     from agent_run_ledger.signing import Verifier as Verifier
     from agent_run_ledger.stores.encryption import Encryption as Encryption
     from agent_run_ledger.usage import Usage as Usage
+    from agent_run_ledger.words import Effect as Effect
+    from agent_run_ledger.words import Event as Event
+    from agent_run_ledger.words import RunState as RunState
+    from agent_run_ledger.words import StepState as StepState
+    from agent_run_ledger.words import Verdict as Verdict
 else:
     _HOMES = {
         "RunNotEnded": "errors",
@@ -201,16 +201,16 @@ else:
         "BlockedCall": "model",
         "MayRepeat": "model",
         "Notice": "model",
-        "Effect": "model",
-        "Event": "model",
+        "Effect": "words",
+        "Event": "words",
         "Finding": "model",
         "RestoredLedger": "model",
         "RetryPolicy": "model",
         "RunRecord": "model",
-        "RunState": "model",
+        "RunState": "words",
         "Rewrapped": "model",
         "StepRecord": "model",
-        "StepState": "model",
+        "StepState": "words",
         "TreeHead": "checkpoints",
         "InclusionProof": "checkpoints",
         "ConsistencyProof": "checkpoints",
@@ -221,14 +221,14 @@ else:
         "HeadLog": "heads",
         "Signer": "signing",
         "Verifier": "signing",
-        "Verdict": "model",
+        "Verdict": "words",
         "VerificationReport": "model",
         "RunLedger": "pipeline",
         "Step": "pipeline",
         "redacted": "redacting",
         "shared_budget": "rules.budget",
         "register_type": "rules.canonical",
-        "LoopDetectorPolicy": "rules.loops",
+        "LoopDetectorPolicy": "rules.loops.policy",
         "sanitize_identifier": "rules.names",
         "GenaiPrices": "catalogue",
         "Price": "prices",

@@ -5,8 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 from agent_run_ledger.drivers.context import caller, current_step, place_variable, step_variable
 from agent_run_ledger.drivers.leases import HeldRun
@@ -15,19 +14,20 @@ from agent_run_ledger.engine import admission, runs, sharing
 from agent_run_ledger.engine.call import Begun, Call, Options, declared
 from agent_run_ledger.engine.waits import WATCH
 from agent_run_ledger.errors import EffectConflict, InvalidArguments, LeaseLost, RunClosed, UnorderedStep
-from agent_run_ledger.model import Budget, Effect, RetryPolicy, RunState
 from agent_run_ledger.rules import canonical, checks, functions
 from agent_run_ledger.rules.budget import Limits
 from agent_run_ledger.rules.functions import Signature
 from agent_run_ledger.rules.names import check_name, child_of
 from agent_run_ledger.run import Place, Run, park, with_key
 from agent_run_ledger.settle import asettle, settle
+from agent_run_ledger.words import Effect, RunState
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from agent_run_ledger.engine.log import Draft
     from agent_run_ledger.ledger import Ledger
+    from agent_run_ledger.model import Budget, RetryPolicy
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -129,8 +129,11 @@ class Agent(Registered):
         super().__init__(function, name, "agent name")
         terms = declared({"retry": retry, "fatal": fatal})
         self.retry, self.fatal = terms.retry, terms.fatal
-        if budget is not None and not isinstance(budget, Budget):
-            raise InvalidArguments(f"budget= is a Budget, not {budget!r}")
+        if budget is not None:
+            from agent_run_ledger.model import Budget
+
+            if not isinstance(budget, Budget):
+                raise InvalidArguments(f"budget= is a Budget, not {budget!r}")
         self.limits = Limits.of(budget)
         self.returns = self.returns if returns is None else returns
         # It may be imported for type checkers only, so that its name is all there is.
@@ -170,7 +173,7 @@ class Agent(Registered):
     def apply(self, held: HeldRun) -> None:
         """Give the run the limits of its agent."""
         held.retry, held.fatal = self.retry, self.fatal
-        held.given = self.limits.over(held.given)
+        held.allow(self.limits.over(held.given))
 
     def call(self, run: Run, arguments: dict[str, Any]) -> Any:
         """Its function, as the program of this run."""
@@ -204,8 +207,7 @@ def _names_run(annotation: object) -> bool:
     return isinstance(annotation, str) and annotation in ("Run", "agent_run_ledger.Run")
 
 
-@dataclass(frozen=True, slots=True)
-class Start:
+class Start(NamedTuple):
     """One start of an agent."""
 
     agent: Agent

@@ -19,8 +19,8 @@ from agent_run_ledger.checkpoints import Note, TreeHead, notes, signed
 from agent_run_ledger.contract import Listing, Request, Row
 from agent_run_ledger.errors import BadBundle, BadNote, InvalidName
 from agent_run_ledger.merkle import HASH_BYTES
-from agent_run_ledger.model import LIBRARY_VERSION
 from agent_run_ledger.rules.names import check_name
+from agent_run_ledger.words import LIBRARY_VERSION
 
 BEGINS = b'{"bundle":"agent-run-ledger"'
 """The first bytes of every bundle, of whatever format."""

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
@@ -76,8 +75,7 @@ class Append(NamedTuple):
     rows: Sequence[Row]
 
 
-@dataclass(frozen=True, slots=True)
-class Lease:
+class Lease(NamedTuple):
     """The right to append to one run, as `create` and `claim` give it."""
 
     run_id: str
@@ -107,8 +105,7 @@ class Listing(NamedTuple):
     """Runs of one queue with an equal key can be limited together."""
 
 
-@dataclass(frozen=True, slots=True)
-class Head:
+class Head(NamedTuple):
     """The mutable row of a run: who owns it, and how many requests of others wait in its inbox."""
 
     run_id: str
@@ -155,8 +152,7 @@ class Beat(NamedTuple):
     """Since it said so, by the store's clock."""
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
+class Request(NamedTuple):
     """What somebody who is not the owner asks of a run, in the order in which it came."""
 
     id: int

@@ -15,8 +15,9 @@ from agent_run_ledger.engine import audit, waits
 from agent_run_ledger.engine.erasing import says_erased
 from agent_run_ledger.engine.history import parse
 from agent_run_ledger.errors import CopyRefused, RunMoved, RunOwned, StoreError, StoreUnavailable
-from agent_run_ledger.model import CopiedRun, Finding, RunState
+from agent_run_ledger.model import CopiedRun, Finding
 from agent_run_ledger.rules.names import child_of
+from agent_run_ledger.words import RunState
 
 if TYPE_CHECKING:
     from agent_run_ledger.engine.history import History

@@ -11,7 +11,8 @@ from agent_run_ledger.engine import erasing
 from agent_run_ledger.engine.history import parse
 from agent_run_ledger.engine.log import seal
 from agent_run_ledger.errors import IllegalTransition, InvalidArguments, LedgerError, RunMoved
-from agent_run_ledger.model import Collected, Forgotten, RunState
+from agent_run_ledger.model import Collected, Forgotten
+from agent_run_ledger.words import RunState
 
 if TYPE_CHECKING:
     from agent_run_ledger.ledger import Ledger

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import os
-import socket
 import threading
 import weakref
 from collections.abc import Callable, Coroutine, Iterable, Mapping
@@ -13,14 +11,11 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, Unpack
 
-from agent_run_ledger import proving
-from agent_run_ledger.agents import Agent, Registered, Start, Tool, abegin, as_agent, as_tool, run_to_its_end
-from agent_run_ledger.checkpoints import ConsistencyProof, InclusionProof, TreeHead
 from agent_run_ledger.contract import Clock, Row, Store, Summary
 from agent_run_ledger.drivers import reading
 from agent_run_ledger.drivers.leases import POLL_SECONDS, HeldRun, Leases
 from agent_run_ledger.drivers.sync import SyncDriver
-from agent_run_ledger.engine import damage, erasing, records, requests, runs, sharing
+from agent_run_ledger.engine import requests, runs
 from agent_run_ledger.engine.call import StepOptions, declared
 from agent_run_ledger.engine.log import Draft
 from agent_run_ledger.errors import (
@@ -38,47 +33,48 @@ from agent_run_ledger.errors import (
     UnserialisableArguments,
 )
 from agent_run_ledger.fleet.face import Fleet
-from agent_run_ledger.model import (
-    MIN_FREE,
-    Budget,
-    CopiedRun,
-    Diagnosis,
-    Finding,
-    Inspection,
-    RestoredLedger,
-    RetryPolicy,
-    RunRecord,
-    RunState,
-    ServerDiagnosis,
-    SharedBudget,
-    StepRecord,
-    VerificationReport,
-)
 from agent_run_ledger.operator import Operator
-from agent_run_ledger.rules import canonical, digests
+from agent_run_ledger.rules import canonical, digests, loops
 from agent_run_ledger.rules.budget import Limits, shared, shared_budget
-from agent_run_ledger.rules.loops import LoopDetectorPolicy
 from agent_run_ledger.rules.names import check_name, check_run_id, is_account
 from agent_run_ledger.run import OpenRun, branch_of, finish, function_call, perform
-from agent_run_ledger.settle import settle
 from agent_run_ledger.stores import lifetime, open_store
 from agent_run_ledger.stores.clock import SystemClock
 from agent_run_ledger.stores.packed import packed
 from agent_run_ledger.stores.room import Room
+from agent_run_ledger.words import MIN_FREE, RunState
 
 if TYPE_CHECKING:
     from decimal import Decimal
 
+    from agent_run_ledger.agents import Agent, Registered, Start, Tool
+    from agent_run_ledger.checkpoints import ConsistencyProof, InclusionProof, TreeHead
     from agent_run_ledger.drivers.asynchronous import AsyncDriver
+    from agent_run_ledger.engine import damage
     from agent_run_ledger.heads import Against, Emitting, HeadLog
+    from agent_run_ledger.model import (
+        Budget,
+        CopiedRun,
+        Diagnosis,
+        Finding,
+        Inspection,
+        RestoredLedger,
+        RetryPolicy,
+        RunRecord,
+        ServerDiagnosis,
+        SharedBudget,
+        StepRecord,
+        VerificationReport,
+    )
     from agent_run_ledger.prices import Prices
+    from agent_run_ledger.rules.loops.policy import LoopDetectorPolicy
     from agent_run_ledger.signing import Signer
     from agent_run_ledger.stores.encryption import Encryption
 
 Durability = Literal["full", "process"]
 
 F = TypeVar("F", bound=Callable[..., Any])
-R = TypeVar("R", bound=Registered)
+R = TypeVar("R", bound="Registered")
 
 
 _LONGEST_LEASE = 10 * 366 * 86_400
@@ -88,7 +84,7 @@ class _Unsaid(int):
     """A default that can be told apart from the same number given by the caller."""
 
 
-_LOOP_THRESHOLD = _Unsaid(LoopDetectorPolicy().max_repetitions)
+_LOOP_THRESHOLD = _Unsaid(loops.MAX_REPETITIONS)
 
 PAYLOAD_LIMIT = 16 * 1024 * 1024
 
@@ -138,7 +134,7 @@ class Ledger(Operator):
         shared_limits: dict[str, Limits],
         prices: Prices | None,
         unknown_price: str,
-        policy: LoopDetectorPolicy,
+        policy: LoopDetectorPolicy | None,
         durability: Durability,
         lease_seconds: float,
         heartbeat_seconds: float,
@@ -170,15 +166,18 @@ class Ledger(Operator):
             raise ValueError(f"payload_limit is a whole number of bytes, at least 1, not {payload_limit!r}")
         if prices is not None and not callable(getattr(prices, "cost", None)):
             raise TypeError(f"prices is a PriceBook, or has a cost(usage, model), not {prices!r}")
-        if not isinstance(policy, LoopDetectorPolicy):
-            raise TypeError(f"policy is a LoopDetectorPolicy, not {policy!r}")
+        if policy is not None:
+            from agent_run_ledger.rules.loops.policy import LoopDetectorPolicy
+
+            if not isinstance(policy, LoopDetectorPolicy):
+                raise TypeError(f"policy is a LoopDetectorPolicy, not {policy!r}")
         if not isinstance(db_path, str | os.PathLike) and not hasattr(db_path, "append"):
             raise TypeError(f"db_path is a path, ':memory:' or a store, not {db_path!r}")
         if heads is not None and not hasattr(heads, "add"):
             raise TypeError(f"heads is a HeadLog, not {heads!r}")
         if isinstance(db_path, str) and "\0" in db_path:
             raise ValueError(f"db_path {db_path!r} holds a NUL character, which no file name has")
-        label = check_name("owner", owner) if owner is not None else f"{socket.gethostname()}-{os.getpid()}"
+        label = check_name("owner", owner) if owner is not None else f"{_host_name()}-{os.getpid()}"
         self._clock: Clock = clock or SystemClock()
         self._payload_limit = payload_limit
         if isinstance(db_path, str | os.PathLike):
@@ -210,8 +209,8 @@ class Ledger(Operator):
             prices,
             unknown_price,
             undeclared,
-            policy.rule,
-            policy.reactions,
+            policy.rule if policy is not None else loops.breaker,
+            policy.reactions if policy is not None else loops.HALTS,
             self._shared,
         )
         self._tools: dict[str, Tool] = {}
@@ -240,7 +239,9 @@ class Ledger(Operator):
 
     def _elsewhere(self, store: Store, clock: Clock, durability: Durability = "process") -> Self:
         """This ledger as a process of its own would open it on another store: it shares what is registered and declared, and no run."""
-        other = copy.copy(self)
+        from copy import copy
+
+        other = copy(self)
         other._durability = durability
         other._head_log = None
         other._stand_on(store, clock)
@@ -248,7 +249,9 @@ class Ledger(Operator):
 
     def _beside(self, label: str | None) -> Self:
         """This ledger as another owner of the same store: it shares what is registered and declared, and no run. Closing it keeps the store."""
-        other = copy.copy(self)
+        from copy import copy
+
+        other = copy(self)
         if label is not None:
             other._terms = (label, *self._terms[1:])
         other._stand_on(self._store, self._clock)
@@ -308,6 +311,8 @@ class Ledger(Operator):
 
     def inspect(self, run_id: str) -> Inspection:
         """The run and its steps as closely as they can be looked at; where they are damaged, too. Raises `RunNotFound`."""
+        from agent_run_ledger.model import Inspection
+
         run, seen = self.get_run(run_id), self._readable(run_id)
         is_seen = self._is_seen(run)
         return Inspection(
@@ -364,6 +369,8 @@ class Ledger(Operator):
         It is put together from what is stored with a few entries; `verify` holds that to all of them. Raises `RunNotFound`, `ValueError`
         where the run has not so many entries, and `StoreCorrupt` where what is stored gives no root.
         """
+        from agent_run_ledger import proving
+
         return proving.tree_head(self._store, check_name("run_id", run_id), size)
 
     def prove(self, run_id: str, seq: int, size: int | None = None) -> InclusionProof:
@@ -371,6 +378,8 @@ class Ledger(Operator):
 
         `merkle.verify_inclusion` holds it to the root of a head of that size. Raises as `tree_head` does.
         """
+        from agent_run_ledger import proving
+
         return proving.inclusion(self._store, check_name("run_id", run_id), seq, size)
 
     def prove_consistency(self, run_id: str, size1: int, size2: int | None = None) -> ConsistencyProof:
@@ -378,9 +387,13 @@ class Ledger(Operator):
 
         `merkle.verify_consistency` holds it to the roots of two heads. Raises as `tree_head` does.
         """
+        from agent_run_ledger import proving
+
         return proving.consistency(self._store, check_name("run_id", run_id), size1, size2)
 
     def _record(self, summary: Summary) -> RunRecord:
+        from agent_run_ledger.engine import damage, records
+
         record = records.run_record(summary, self._end(summary))
         if record.is_damaged:
             rows = [row for page in reading.pages(self._store, record.run_id) for row in page]
@@ -401,6 +414,8 @@ class Ledger(Operator):
 
     def _end(self, summary: Summary) -> Row:
         """The entry with which the run ended or stands: the last one, but for those that say what was erased since."""
+        from agent_run_ledger.engine import damage, erasing
+
         with suppress(*damage.DAMAGE):
             seq = erasing.ended_at(summary.last)
             found = self._store.read(summary.head.run_id, seq - 1, limit=1) if seq is not None else ()
@@ -408,6 +423,8 @@ class Ledger(Operator):
         return summary.last
 
     def _readable(self, run_id: str) -> damage.Readable:
+        from agent_run_ledger.engine import damage
+
         store = self._store
         if not store.read(check_name("run_id", run_id), limit=1, payloads_up_to=0):
             raise reading.absent(store, run_id)
@@ -435,6 +452,8 @@ class Ledger(Operator):
 
         One that cannot be read, or one of whose runs cannot be, has its `trouble`.
         """
+        from agent_run_ledger.engine import sharing
+
         found = []
         for summary in self._store.summaries():
             if is_account(account := summary.head.run_id):
@@ -555,7 +574,7 @@ class Ledger(Operator):
         return exporting.take_in(self._store, path, told)
 
     def _run(self, run_id: str) -> HeldRun:
-        return self._leases.run(check_run_id(run_id))
+        return self._leases.known(run_id) or self._leases.run(check_run_id(run_id))
 
     def _start(
         self, run_id: str | None, draft: Draft, wait: float | None, *, waits_for_itself: bool = False
@@ -652,24 +671,28 @@ class AgentRunLedger(Fleet, Ledger):
         encryption: Encryption | None = None,
         clock: Clock | None = None,
     ) -> None:
-        if policy is not None and loop_threshold is not _LOOP_THRESHOLD:
-            raise ValueError(
-                "loop_threshold=N is short for policy=LoopDetectorPolicy(max_repetitions=N): give one of them"
-            )
+        if loop_threshold is not _LOOP_THRESHOLD:
+            from agent_run_ledger.rules.loops.policy import LoopDetectorPolicy
+
+            if policy is not None:
+                raise ValueError(
+                    "loop_threshold=N is short for policy=LoopDetectorPolicy(max_repetitions=N): give one of them"
+                )
+            policy = LoopDetectorPolicy(max_repetitions=loop_threshold)
         if type(max_steps) is not int or max_steps < 1:
             raise ValueError(f"max_steps must be a whole number of at least 1, not {max_steps!r}")
-        if budget is not None and not isinstance(budget, Budget):
-            raise TypeError(f"budget is a Budget, not {budget!r}")
+        if budget is not None:
+            from agent_run_ledger.model import Budget
+
+            if not isinstance(budget, Budget):
+                raise TypeError(f"budget is a Budget, not {budget!r}")
         super().__init__(
             db_path,
             limits=Limits.of(budget).over(Limits(steps=max_steps)),
             shared_limits=shared(budget),
             prices=prices,
             unknown_price=unknown_price,
-            policy=policy
-            or LoopDetectorPolicy(
-                max_repetitions=int(loop_threshold) if loop_threshold is _LOOP_THRESHOLD else loop_threshold
-            ),
+            policy=policy,
             durability=durability,
             lease_seconds=lease_seconds,
             heartbeat_seconds=heartbeat_seconds,
@@ -862,11 +885,17 @@ class AgentRunLedger(Fleet, Ledger):
         doubt of registered tools, and of those in `tools` by name, are settled first, as their effects say; one that cannot be is in
         the records as BLOCKED.
         """
+        from agent_run_ledger.engine import records
+
         run = self._run(run_id)
-        known = self._tools | {name: _as_tool(name, function) for name, function in (tools or {}).items()}
+        known = self._tools
+        if tools:
+            known = known | {name: _as_tool(name, function) for name, function in tools.items()}
         self._attach(run, wait)
         try:
             if known and run.history.is_in_doubt and not run.history.state.is_terminal:
+                from agent_run_ledger.settle import settle
+
                 with suppress(StepInDoubt, RunClosed):
                     settle(self, run, known, reads=True)
                 self._leases.await_claim(run, None)
@@ -913,6 +942,8 @@ class AgentRunLedger(Fleet, Ledger):
         if function is not None:
             raise InvalidArguments("@ledger.tool takes parentheses: @ledger.tool() or @ledger.tool(effect=...)")
 
+        from agent_run_ledger.agents import Tool, as_tool
+
         def register(fn: F) -> F:
             tool = Tool(fn, name, declared(options))
             self._register(self._tools, tool, "tool")
@@ -939,6 +970,8 @@ class AgentRunLedger(Fleet, Ledger):
         """
         if function is not None:
             raise InvalidArguments("@ledger.agent takes parentheses: @ledger.agent() or @ledger.agent(budget=...)")
+
+        from agent_run_ledger.agents import Agent, as_agent
 
         def register(fn: F) -> F:
             agent = Agent(fn, name, budget, returns, retry, fatal)
@@ -968,6 +1001,8 @@ class AgentRunLedger(Fleet, Ledger):
         running it again goes on there. A run that this ledger object runs already is waited for. Raises `RunInputMismatch` for
         other arguments, `RunClosed` for a run that has ended otherwise, and `RunOwned` as `create_run` does.
         """
+        from agent_run_ledger.agents import abegin, run_to_its_end
+
         start = self._agent_start(agent, args, kwargs, run_id, wait)
         if start.agent.takes.is_async:
             return self._asynchronous.run(lambda: abegin(self, start))
@@ -983,6 +1018,8 @@ class AgentRunLedger(Fleet, Ledger):
         **kwargs: Any,
     ) -> Coroutine[Any, Any, Any]:
         """`run` in an event loop, of an async agent; a plain one runs in a thread of its own."""
+        from agent_run_ledger.agents import abegin, run_to_its_end
+
         start = self._agent_start(agent, args, kwargs, run_id, wait)
         if start.agent.takes.is_async:
             return abegin(self, start)
@@ -996,6 +1033,8 @@ class AgentRunLedger(Fleet, Ledger):
         run_id: str | None,
         wait: float | None,
     ) -> Start:
+        from agent_run_ledger.agents import Start
+
         agent = self._registered(function)
         if run_id is not None:
             check_run_id(run_id)
@@ -1004,6 +1043,8 @@ class AgentRunLedger(Fleet, Ledger):
     @staticmethod
     def _registered(function: Callable[..., Any]) -> Agent:
         """The agent that a function is. Raises `InvalidArguments` where it is none."""
+        from agent_run_ledger.agents import Agent
+
         agent = getattr(function, "registered", None)
         if not isinstance(agent, Agent):
             raise InvalidArguments(f"{function!r} is no agent: register it with @ledger.agent(); nothing was started")
@@ -1011,6 +1052,8 @@ class AgentRunLedger(Fleet, Ledger):
 
 
 def _as_tool(name: str, function: Callable[..., Any]) -> Tool:
+    from agent_run_ledger.agents import Tool
+
     registered = getattr(function, "registered", None)
     return registered if isinstance(registered, Tool) else Tool(function, name, declared({}))
 
@@ -1025,6 +1068,15 @@ def _min_free(given: int | None) -> int:
             f"{where} is a whole number of bytes, at least 0, not {given if given is not None else text!r}"
         )
     return value or 0
+
+
+def _host_name() -> str:
+    """What `socket.gethostname` says, without its import, which costs as much as a step on a disk."""
+    if hasattr(os, "uname"):
+        return os.uname().nodename
+    import socket
+
+    return socket.gethostname()
 
 
 def _encrypted(store: Store, encryption: Encryption) -> Store:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
-from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from reprlib import repr as shown
 from typing import TYPE_CHECKING, Any
 
 from agent_run_ledger.drivers import reading
-from agent_run_ledger.engine import forking, recovery, requests, runs, tracing
+from agent_run_ledger.engine import recovery, requests, runs
 from agent_run_ledger.engine.recovery import Declaration
 from agent_run_ledger.errors import (
     ApprovalMismatch,
@@ -21,22 +20,10 @@ from agent_run_ledger.errors import (
     RunOwned,
     StoreCorrupt,
 )
-from agent_run_ledger.model import (
-    ApprovalRequest,
-    Budget,
-    Collected,
-    Cost,
-    Explanation,
-    Forgotten,
-    PlannedAction,
-    Rewrapped,
-    RunRecord,
-    RunState,
-    TraceLine,
-)
 from agent_run_ledger.rules import canonical
 from agent_run_ledger.rules.budget import Limits, shared
 from agent_run_ledger.rules.names import check_name, check_run_id, child_of
+from agent_run_ledger.words import RunState
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -46,6 +33,18 @@ if TYPE_CHECKING:
     from agent_run_ledger.drivers.leases import HeldRun, Leases
     from agent_run_ledger.drivers.sync import SyncDriver
     from agent_run_ledger.engine.history import History, StepHistory
+    from agent_run_ledger.model import (
+        ApprovalRequest,
+        Budget,
+        Collected,
+        Cost,
+        Explanation,
+        Forgotten,
+        PlannedAction,
+        Rewrapped,
+        RunRecord,
+        TraceLine,
+    )
 
 
 class _Unsaid:
@@ -266,6 +265,8 @@ class Operator:
             raise InvalidArguments(
                 "this ledger was opened without encryption=, so it has no key to seal others under; nothing was done"
             )
+        from agent_run_ledger.model import Rewrapped
+
         done, left = [], []
         for summary in self._store.summaries():
             run_id = summary.head.run_id
@@ -284,6 +285,8 @@ class Operator:
 
     def trace(self, run_id: str) -> list[TraceLine]:
         """What happened to the run, in order: every attempt, error, question, answer and refusal, and what operators did."""
+        from agent_run_ledger.engine import tracing
+
         return tracing.trace(self._whole(self.get_run(run_id).run_id))
 
     def cost(self, run_id: str | None = None) -> Cost:
@@ -330,6 +333,8 @@ class Operator:
 
         By what was declared when the step was dispatched last; a tool that is registered here declares it anew.
         """
+        from agent_run_ledger.model import PlannedAction
+
         history = reading.read(self._store, check_name("run_id", run_id))
         head = self._store.head(run_id)
         if history.state.is_terminal or head is None or head.moved_to is not None:
@@ -349,7 +354,7 @@ class Operator:
         if tool is not None:
             call = tool.call({}, tool.options, self._payload_limit)
             declared = recovery.declaration(call, undeclared=undeclared)
-            return replace(declared, effect=declared.effect or step.declared)
+            return declared._replace(effect=declared.effect or step.declared)
         return Declaration(
             effect=step.declared,
             max_attempts=step.attempts_of_code + step.left,
@@ -421,6 +426,8 @@ class Operator:
         return step.arguments if step.arguments is not None else self._store.payload(run_id, step.seq)
 
     def _asked_for(self, history: History, step: StepHistory) -> ApprovalRequest:
+        from agent_run_ledger.model import ApprovalRequest
+
         arguments = self._arguments(history.run_id, step)
         return ApprovalRequest(
             history.run_id,
@@ -446,6 +453,9 @@ class Operator:
         by: str,
         reason: str,
     ) -> str:
+        from agent_run_ledger.engine import forking
+        from agent_run_ledger.model import Budget
+
         if budget is not None and not isinstance(budget, Budget):
             raise TypeError(f"budget is a Budget, not {shown(budget)}")
         steps = budget.steps if budget is not None and budget.steps is not None else max_steps

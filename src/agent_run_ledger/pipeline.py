@@ -19,16 +19,17 @@ from agent_run_ledger.engine.effects import Flow, Result
 from agent_run_ledger.engine.log import Draft
 from agent_run_ledger.errors import InvalidArguments, InvalidPipeline
 from agent_run_ledger.ledger import OUTAGE_SECONDS, PAYLOAD_LIMIT, Durability, Ledger
-from agent_run_ledger.model import Budget, RunState
+from agent_run_ledger.model import Budget
 from agent_run_ledger.rules import canonical, functions
 from agent_run_ledger.rules.budget import Limits, shared
-from agent_run_ledger.rules.loops import LoopDetectorPolicy
 from agent_run_ledger.rules.names import check_name
 from agent_run_ledger.run import park, perform, with_key
+from agent_run_ledger.words import RunState
 
 if TYPE_CHECKING:
     from agent_run_ledger.heads import HeadLog
     from agent_run_ledger.prices import Prices
+    from agent_run_ledger.rules.loops.policy import LoopDetectorPolicy
     from agent_run_ledger.stores.encryption import Encryption
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -161,7 +162,7 @@ class Execution:
         self._returns = {step.name: step.options.returns for step in order}
         self._schedule = Schedule(order, at_once)
         self.ended = self._schedule.ended
-        run.given = run.given._replace(steps=len(order))
+        run.allow(run.given._replace(steps=len(order)))
 
     def wiring(self) -> Flow[None]:
         """Make sure that this is the pipeline that is recorded."""
@@ -274,7 +275,7 @@ class RunLedger(Ledger):
             limits=Limits.of(budget)._replace(steps=1),  # each execution sets the number of its steps
             prices=prices,
             unknown_price=unknown_price,
-            policy=policy or LoopDetectorPolicy(),
+            policy=policy,
             durability=durability,
             lease_seconds=lease_seconds,
             heartbeat_seconds=heartbeat_seconds,

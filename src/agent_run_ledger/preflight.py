@@ -43,7 +43,6 @@ from agent_run_ledger.errors import (
     StoreUnavailable,
 )
 from agent_run_ledger.ledger import AgentRunLedger
-from agent_run_ledger.model import RunState
 from agent_run_ledger.pipeline import RunLedger
 from agent_run_ledger.rules import canonical, failures
 from agent_run_ledger.rules.names import is_account
@@ -52,6 +51,7 @@ from agent_run_ledger.stores import open_store
 from agent_run_ledger.stores.clock import SystemClock
 from agent_run_ledger.stores.memory import MemoryStore
 from agent_run_ledger.stores.packed import packed
+from agent_run_ledger.words import RunState
 
 Verdict = Literal["goes on", "stands", "diverges", "fails", "not here"]
 

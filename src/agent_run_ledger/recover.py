@@ -13,9 +13,9 @@ from agent_run_ledger.engine.call import DurableWait
 from agent_run_ledger.engine.history import History, StepHistory, parse
 from agent_run_ledger.engine.waits import has_come
 from agent_run_ledger.errors import RunOwned, StoreCorrupt, StoreError
-from agent_run_ledger.model import RunState
 from agent_run_ledger.rules import canonical
 from agent_run_ledger.rules.names import child_of
+from agent_run_ledger.words import RunState
 
 if TYPE_CHECKING:
     from agent_run_ledger.contract import Summary

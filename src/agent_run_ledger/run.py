@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -20,12 +19,15 @@ from agent_run_ledger.engine.effects import Flow
 from agent_run_ledger.engine.live import Branch
 from agent_run_ledger.engine.steps import step
 from agent_run_ledger.errors import InvalidArguments, LedgerError, ProgramEnded, StoreError, UnorderedStep
-from agent_run_ledger.model import Approval, Effect, Notice
 from agent_run_ledger.rules import canonical, functions
 from agent_run_ledger.rules.names import check_name
+from agent_run_ledger.words import Effect
 
 if TYPE_CHECKING:
+    import uuid
+
     from agent_run_ledger.ledger import Ledger
+    from agent_run_ledger.model import Approval, Notice
 
 T = TypeVar("T")
 
@@ -111,7 +113,9 @@ class Run:
 
     def uuid4(self) -> uuid.UUID:
         """A random UUID, recorded: a replay gets the same."""
-        return cast(uuid.UUID, self._value("uuid4", uuid.uuid4()))
+        from uuid import uuid4  # looks at the platform first, which takes a while
+
+        return cast("uuid.UUID", self._value("uuid4", uuid4()))
 
     # --- waiting ------------------------------------------------------------------------------------------------------
 
@@ -150,7 +154,7 @@ class Run:
     def _waiting(self, tool: str, wait: DurableWait, arguments: dict[str, Any]) -> Call:
         options = Options(effect=Effect.READ, may_repeat=True, identity=_IDENTITY.get(wait.sort))
         environment = functions.environment("wait")
-        return Call(tool, arguments, _nobody, options, environment, False, self.payload_limit, wait=wait)
+        return Call(tool, arguments, _nobody, options, environment, False, self.payload_limit, {}, wait=wait)
 
     # --- branches -----------------------------------------------------------------------------------------------------
 
@@ -331,6 +335,8 @@ def _seconds(name: str, given: Any) -> float:
 
 
 def _approved(said: dict[str, Any], call: Call) -> Approval:
+    from agent_run_ledger.model import Approval
+
     return Approval(**said, arguments=canonical.decode(call.stored)["arguments"])
 
 
@@ -490,7 +496,9 @@ def function_call(
         raise InvalidArguments(
             f"{tool!r} is a generator function: calling it runs nothing of it; nothing was dispatched. Return a list."
         )
-    passes = bool(takes.required) or (bool(arguments) and all(name in takes.names for name in arguments))
+    passes = bool(takes.required)
+    if not passes and takes.names:
+        passes = bool(arguments) and all(name in takes.names for name in arguments)
     if takes.required:
         functions.check_arguments(tool, takes, arguments)
     annotated = passes and getattr(function, "__annotations__", None)
@@ -502,9 +510,9 @@ def function_call(
         functions.environment(options.version) if options.version else takes.environment,
         passes,
         limit,
+        {n: a for n, a in functions.hints(function).items() if n != "return"} if annotated else {},
         is_async=takes.is_async,
         takes_key=takes.takes_key,
-        parameters={n: a for n, a in functions.hints(function).items() if n != "return"} if annotated else {},
     )
 
 

@@ -11,8 +11,8 @@ from agent_run_ledger.engine.call import Call
 from agent_run_ledger.engine.effects import Result
 from agent_run_ledger.engine.steps import step
 from agent_run_ledger.errors import StepInDoubt
-from agent_run_ledger.model import Effect
 from agent_run_ledger.rules import canonical
+from agent_run_ledger.words import Effect
 
 if TYPE_CHECKING:
     from agent_run_ledger.agents import Tool

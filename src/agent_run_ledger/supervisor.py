@@ -13,9 +13,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from agent_run_ledger.model import MIN_FREE, RetryPolicy
+from agent_run_ledger.model import RetryPolicy
 from agent_run_ledger.rules.backoff import delay
 from agent_run_ledger.stores import room
+from agent_run_ledger.words import MIN_FREE
 
 GAVE_UP, NOT_EXECUTABLE, NOT_FOUND = 125, 126, 127
 """Exit statuses of the supervisor's own: a crash loop, and a program that could not be started the first time."""

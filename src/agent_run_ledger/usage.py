@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from agent_run_ledger.words import TELLS_USAGE
+
 if TYPE_CHECKING:
     from decimal import Decimal
 
@@ -86,8 +88,8 @@ class Usage:
         """
         if issubclass(type(obj), Usage):  # isinstance would ask the object
             return obj  # type: ignore[return-value]
-        if type(obj) is dict and _TELLING.isdisjoint(obj):
-            return None  # the usual case of a tool that calls no model, in one look
+        if type(obj) is dict and TELLS_USAGE.isdisjoint(obj):
+            return None
         for name in ("usage", "usage_metadata", "usageMetadata", None):
             try:
                 found = _read(obj if name is None else _field(obj, name))
@@ -107,13 +109,6 @@ _COUNTS = (
     "long_cache_write_tokens",
 )
 _NOTHING = Usage()
-_TELLING = frozenset(
-    {
-        "usage", "usage_metadata", "usageMetadata", "usd", "prompt_tokens", "input_tokens", "prompt_token_count", "promptTokenCount",
-        "inputTokens",
-    }
-)  # fmt: skip
-"""Of these names one at least is in every shape that is read."""
 
 
 def model_of(obj: object) -> str | None:

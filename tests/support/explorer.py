@@ -17,10 +17,10 @@ from agent_run_ledger.drivers.context import StepContext
 from agent_run_ledger.drivers.sync import SyncDriver
 from agent_run_ledger.engine.history import KEPT_BYTES, History, StepHistory
 from agent_run_ledger.errors import StoreFull
-from agent_run_ledger.model import RunState
 from agent_run_ledger.stores.memory import MemoryStore
 from agent_run_ledger.stores.sqlite import SqliteStore
 from agent_run_ledger.testing import FakeClock
+from agent_run_ledger.words import RunState
 
 RUN = "run"
 LEASE_SECONDS = 3600.0
@@ -343,7 +343,7 @@ def facts(history: Any) -> Any:
         return history
     said = vars(history) if hasattr(history, "__dict__") else {name: getattr(history, name, None) for name in slots}
     # The rule's memory is no part of the log; what it made of it is known to those who fold with a rule.
-    ignored = ("_rule", "_make_rule", "_released", "verdict", "warned")
+    ignored = ("suspicion",)
     told = {name: facts(value) for name, value in said.items() if name not in ignored}
     for name in ("arguments", "payload"):  # what is long is not kept in memory, its digest is
         if isinstance(told.get(name), bytes) and len(told[name]) > KEPT_BYTES:

@@ -127,9 +127,9 @@ def _perform(store: MemoryStore, verb: Verb) -> Any:
 def _as_seen_by(me: str, answer: Any) -> Any:
     """An answer without the names that owners have here."""
     if isinstance(answer, Lease):
-        return replace(answer, owner=ME)
+        return answer._replace(owner=ME)
     if isinstance(answer, Head) and answer.owner is not None:
-        return replace(answer, owner=ME if answer.owner == me else "another")
+        return answer._replace(owner=ME if answer.owner == me else "another")
     return tuple(answer) if isinstance(answer, list) else answer
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from agent_run_ledger.cli.options import number, seconds
 from agent_run_ledger.cli.shell import VARIABLE, UsageError
 from agent_run_ledger.cli.terminal import as_json_line, plain
-from agent_run_ledger.model import MIN_FREE
+from agent_run_ledger.words import MIN_FREE
 
 if TYPE_CHECKING:
     from agent_run_ledger.supervisor import Line, Program, Settings

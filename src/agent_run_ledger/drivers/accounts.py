@@ -6,7 +6,7 @@ import os
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from agent_run_ledger.contract import Clock, Lease, Store
 from agent_run_ledger.drivers import reading
@@ -18,10 +18,12 @@ from agent_run_ledger.engine.live import LiveRun
 from agent_run_ledger.engine.log import Draft, seal
 from agent_run_ledger.engine.sharing import Asked, Uses
 from agent_run_ledger.errors import InvalidArguments, LeaseLost, RunNotFound, RunOwned, StoreError
-from agent_run_ledger.model import SharedBudget
 from agent_run_ledger.rules import budget
 from agent_run_ledger.rules.budget import NOTHING, Amount, Limits, Most
 from agent_run_ledger.rules.names import child_of, is_account
+
+if TYPE_CHECKING:
+    from agent_run_ledger.model import SharedBudget
 
 _LEASE_SECONDS = 5.0
 """How long a draw may take before another owner takes the account: a process that dies in it holds up the others for so long at the most."""
@@ -191,8 +193,7 @@ class Accounts:
     def _read(self, log_id: str) -> History:
         """The account as it is now. What stands in a log stays, so only what is new is read."""
         book = self._books.get(log_id) or _keep(self._books, log_id, History(log_id, self._store.secret(log_id)))
-        for page in reading.pages(self._store, log_id, book.size):
-            book.take(page)
+        book.take(reading.pages(self._store, log_id, book.size))
         return book
 
     def _append(self, log_id: str, lease: Lease, drafts: list[Draft]) -> None:

@@ -51,6 +51,8 @@ from agent_run_ledger.rules.budget import Most
 
 T = TypeVar("T")
 
+_USED_TO_BE_ALONE = 8
+"""After so many turns of the loop with one commit each the next one is not kept waiting for company."""
 _PAUSE_AT_REPLAY = 64
 """After so many answers from the log that needed no waiting the other tasks of the loop have a turn."""
 _GRACE_SECONDS, _PATIENCE_SECONDS = 0.05, 2.0
@@ -187,6 +189,10 @@ class _InLoop(threading.local):
     loop: asyncio.AbstractEventLoop | None = None
     items: list[_Item]
     replayed = 0
+    calls = 0
+    """How many calls are under way in it."""
+    alone = 0
+    """How many turns in a row had one commit to write."""
 
     def __init__(self) -> None:
         self.looked_at: set[Branch] = set()
@@ -244,17 +250,22 @@ class AsyncDriver:
             call.task = asyncio.current_task()
         answer: Any = None
         error: BaseException | None = None
-        while True:
-            try:
-                effect = flow.send(answer) if error is None else flow.throw(error)
-            except StopIteration as stop:
-                return cast(T, stop.value)
-            finally:
-                error = None
-            try:
-                answer = await self.perform(effect)
-            except BaseException as raised:
-                error = raised
+        in_loop = self._in_loop
+        in_loop.calls += 1
+        try:
+            while True:
+                try:
+                    effect = flow.send(answer) if error is None else flow.throw(error)
+                except StopIteration as stop:
+                    return cast(T, stop.value)
+                finally:
+                    error = None
+                try:
+                    answer = await self.perform(effect)
+                except BaseException as raised:
+                    error = raised
+        finally:
+            in_loop.calls -= 1
 
     def perform(self, effect: Ask) -> Awaitable[Any]:
         """Perform one effect; what is awaited is its answer. A test overrides this to stop at every effect, as a crash would."""
@@ -554,8 +565,33 @@ class AsyncDriver:
         """Have it written. Where whoever awaits the answer is cancelled, so is the future, and it is written all the same."""
         loop = asyncio.get_running_loop()
         pending = _Pending(run, effect, loop)
+        gathered = self._in_loop
+        if (
+            gathered.alone >= _USED_TO_BE_ALONE
+            and gathered.calls == len(run.made) == 1
+            and gathered.loop is loop
+            and not (gathered.items or run.put_off)
+            and self._is_ours(run)
+        ):
+            return self._commit_alone(pending)
         self._enqueue(pending, loop)
         return cast(Awaitable[Any], pending.answer)
+
+    async def _commit_alone(self, pending: _Pending) -> Any:
+        """Have it written now: for a while there was nobody in this loop with whom it could have shared a transaction."""
+        for _, value, error in self._together.write((pending,), self._put_off):
+            if (
+                pending.effect.token is not None
+            ):  # the program may go on for ever without a pause: once a step others have their turn
+                await asyncio.sleep(0)
+            if error is not None:
+                raise error
+            return value
+        assert pending.answer is not None
+        return await pending.answer  # it was put off
+
+    def _is_ours(self, run: HeldRun) -> bool:
+        return run.is_held and self._clock.elapsed() < run.expires
 
     async def _look_up(self, run: HeldRun, effect: Commit) -> Any:
         """The answer of the log, as far as it seems to have one: nothing has to be written then."""
@@ -589,11 +625,7 @@ class AsyncDriver:
         if not run.lock.acquire(blocking=False):
             return None
         try:
-            if (
-                run.requests
-                or run.owed
-                or not (run.is_settled or (run.is_held and self._clock.elapsed() < run.expires))
-            ):
+            if run.requests or run.owed or not (run.is_settled or self._is_ours(run)):
                 return None
             plan = effect.decide(run, self._leases.moment(begins=False))
             if plan.drafts:
@@ -757,7 +789,7 @@ class AsyncDriver:
         if self._waits:
             self._writer.put(item)
             return
-        if isinstance(item, _Pending) and not (item.run.is_held and self._clock.elapsed() < item.run.expires):
+        if isinstance(item, _Pending) and not self._is_ours(item.run):
             self._writer.put(item)  # taking a run waits for a sync
             return
         gathered = self._in_loop
@@ -772,6 +804,7 @@ class AsyncDriver:
 
     def _write_turn(self) -> None:
         items, self._in_loop.items = self._in_loop.items, []
+        self._in_loop.alone = self._in_loop.alone + 1 if len(items) == 1 else 0
         self._write(items, is_inline=True)
 
     def _put_off(self, pending: _Pending) -> None:

@@ -12,9 +12,9 @@ from agent_run_ledger.drivers.leases import HeldRun, Leases
 from agent_run_ledger.engine.charging import Metered
 from agent_run_ledger.engine.history import StepHistory
 from agent_run_ledger.errors import InvalidArguments
-from agent_run_ledger.model import Effect
 from agent_run_ledger.rules.money import exact_usd
 from agent_run_ledger.rules.names import check_name
+from agent_run_ledger.words import Effect
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

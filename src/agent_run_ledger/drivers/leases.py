@@ -31,11 +31,11 @@ from agent_run_ledger.errors import (
     StoreFull,
     StoreUnavailable,
 )
-from agent_run_ledger.model import RunState
 from agent_run_ledger.rules import canonical
 from agent_run_ledger.rules.budget import Limits
 from agent_run_ledger.rules.loops.breaker import Rule
 from agent_run_ledger.stores.room import Room
+from agent_run_ledger.words import RunState
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -52,8 +52,8 @@ _KEPT = 256
 class HeldRun(LiveRun):
     """A run with its lock and its lease. `is_held` says whether this ledger may append to it, as far as it knows."""
 
-    def __init__(self, history: History, given: Limits, undeclared: str) -> None:
-        super().__init__(history, 0, given, undeclared)
+    def __init__(self, history: History, given: Limits, undeclared: str, reactions: Mapping[str, str]) -> None:
+        super().__init__(history, 0, given, undeclared, reactions)
         self.lock = threading.RLock()
         self.is_held = False
         self.expires = 0.0
@@ -107,7 +107,8 @@ class HeldRun(LiveRun):
 
     def slim(self) -> None:
         """Of the log of a run that is given back keep nothing, and of one that has ended how it ended: it is read when it is used."""
-        before, self.history = self.history, History(self.run_id, b"")
+        before = self.history
+        self.read_anew(History(self.run_id, b""))
         self.turns = self.order = None
         if before.state.is_terminal:
             self.history.secret, self.history.state = before.secret, before.state
@@ -186,6 +187,10 @@ class Leases:
         lack = self.room.lack() if begins and self.room is not None else None
         return Moment(self._clock.now(), random.random(), lack)
 
+    def known(self, run_id: str) -> HeldRun | None:
+        """The run, if it is in this ledger's memory."""
+        return self._runs.get(run_id) if type(run_id) is str else None
+
     def run(self, run_id: str) -> HeldRun:
         """The run in this ledger's memory; not yet claimed, and perhaps not existing."""
         run = self._runs.get(run_id)
@@ -194,8 +199,8 @@ class Leases:
                 if len(self._runs) >= self._most:
                     self._runs = {key: kept for key, kept in self._runs.items() if not kept.is_settled or kept.pins}
                     self._most = max(_KEPT, 2 * len(self._runs))  # so that looking for them costs little
-                fresh = HeldRun(History(run_id, b""), self._given, self.undeclared)
-                fresh.prices, fresh.reactions = self._prices, self._reactions
+                fresh = HeldRun(History(run_id, b""), self._given, self.undeclared, self._reactions)
+                fresh.prices = self._prices
                 fresh.refuses_unknown_prices = self._unknown_price == "refuse"
                 run = self._runs.setdefault(run_id, fresh)
         return run
@@ -213,7 +218,7 @@ class Leases:
             return None
         run = self.run(run_id)
         with run.lock:
-            run.history = history
+            run.read_anew(history)
             self.wrote(run, sealed)
             self._took(run, token, expires)
         return run
@@ -267,7 +272,7 @@ class Leases:
                 pass  # somebody has it, or had it: claim it like anybody
         elif run.is_settled:
             return
-        run.history = self._read(run.run_id)
+        run.read_anew(self._read(run.run_id))
         run.is_settled = run.history.state.is_terminal
         if run.is_settled:
             return
@@ -277,7 +282,7 @@ class Leases:
         if self._store.read(
             run.run_id, run.history.size, limit=1, payloads_up_to=0
         ):  # its last owner wrote on until just now
-            run.history = self._read(run.run_id)
+            run.read_anew(self._read(run.run_id))
             deaths = 0
         self._took(run, lease.token, expires, deaths)
         if (
@@ -307,7 +312,7 @@ class Leases:
         with run.lock:
             run.is_touched = True
             run.is_settled = False
-            run.history = self._read(run.run_id)
+            run.read_anew(self._read(run.run_id))
             is_heard_of = run.history.token == lease.token  # an entry was written here since it was claimed
             deaths = 0 if is_heard_of else lease.deaths
             self._took(run, lease.token, self._claimed.pop(run.run_id, 0.0), deaths)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from itertools import chain
 
 from agent_run_ledger.contract import Row, Store, sealed_under
 from agent_run_ledger.engine.history import KEPT_BYTES, READ_BYTES, History
@@ -77,13 +78,14 @@ def whole(store: Store, run_id: str, row: Row) -> Row:
 
 def read(store: Store, run_id: str, rule: Callable[[], Rule] | None = None) -> History:
     """Fold a run, without the long arguments and outputs of its steps. Raises `RunNotFound`, `RunDeleted`, `KeyUnavailable` and `StoreCorrupt`."""
-    history: History | None = None
-    for page in pages(store, run_id, payloads_up_to=KEPT_BYTES if rule is None else READ_BYTES):
-        if history is None:
-            history = History(run_id, opened(store, run_id), rule)
-        history.take([row if row.kind in _FETCHED else whole(store, run_id, row) for row in page])
-    if history is None:
+    found = pages(store, run_id, payloads_up_to=KEPT_BYTES if rule is None else READ_BYTES)
+    first = next(found, None)
+    if first is None:
         raise absent(store, run_id)
+    history = History(run_id, opened(store, run_id), rule)
+    history.take(
+        [row if row.kind in _FETCHED else whole(store, run_id, row) for row in page] for page in chain([first], found)
+    )
     return history
 
 

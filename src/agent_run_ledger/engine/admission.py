@@ -10,7 +10,7 @@ from agent_run_ledger.engine.live import Branch, LiveRun
 from agent_run_ledger.engine.log import Draft
 from agent_run_ledger.engine.outcomes import cancelled, in_doubt, missed, must_not_repeat, park
 from agent_run_ledger.errors import LedgerError, PayloadErased, RunClosed, RunInputMismatch, StepInDoubt
-from agent_run_ledger.model import RunState
+from agent_run_ledger.words import RunState
 
 
 def refusal(run: LiveRun, *, pipeline: bool | None = None) -> LedgerError | None:

@@ -14,8 +14,8 @@ from agent_run_ledger.engine.intents import dispatch_again, next_attempt, stored
 from agent_run_ledger.engine.live import LiveRun
 from agent_run_ledger.engine.log import Draft
 from agent_run_ledger.errors import UndeclaredEffectWarning
-from agent_run_ledger.model import Effect
 from agent_run_ledger.rules.classify import classify
+from agent_run_ledger.words import Effect
 
 _AMBIGUOUS = classify(TimeoutError())
 

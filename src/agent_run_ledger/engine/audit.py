@@ -14,10 +14,11 @@ from agent_run_ledger.engine.erasing import Spans
 from agent_run_ledger.engine.history import KEPT_BYTES, History, parse
 from agent_run_ledger.engine.log import PAUSES
 from agent_run_ledger.engine.runs import listing
-from agent_run_ledger.model import Event, Finding, RunState
+from agent_run_ledger.model import Finding
 from agent_run_ledger.rules import canonical, digests
 from agent_run_ledger.rules.budget import NOTHING
 from agent_run_ledger.rules.lifecycle import DELTA
+from agent_run_ledger.words import Event, RunState
 
 _MOST_TOKEN = 2**53
 """Tokens are epochs, which are Unix seconds, times 2**20, and a count: for longer than anybody asks they are less than this."""

@@ -11,9 +11,10 @@ from agent_run_ledger.engine.account import Grant
 from agent_run_ledger.engine.history import History
 from agent_run_ledger.engine.log import Draft
 from agent_run_ledger.engine.sharing import Uses, of_children, parent_of
-from agent_run_ledger.model import ACCOUNTS, Finding
+from agent_run_ledger.model import Finding
 from agent_run_ledger.rules import money
 from agent_run_ledger.rules.budget import NOTHING, Amount
+from agent_run_ledger.words import ACCOUNTS
 
 _OF_ACCOUNTS = frozenset({"created", "limited", "granted", "settled"})
 """All that the log of an account is made of; but for the first, no other log has any of these."""

@@ -10,9 +10,9 @@ from agent_run_ledger.engine.history import Blocked
 from agent_run_ledger.engine.live import LiveRun
 from agent_run_ledger.engine.log import Draft, Sealed
 from agent_run_ledger.errors import CallBlocked
-from agent_run_ledger.model import Event, RunState, Verdict
 from agent_run_ledger.rules import budget, canonical
 from agent_run_ledger.rules.loops import HALT, NOTICE, STAGES
+from agent_run_ledger.words import Event, RunState, Verdict
 
 ENDS = {
     "certain": (Event.LOOP_DETECTED, RunState.DEAD_LETTER),
@@ -25,7 +25,7 @@ def against(run: LiveRun, call: Call, salted: str, now: float) -> Verdict | None
     """What stands against a call that is about to be dispatched: it goes on with a loop, or is made more often than its tool may be."""
     history, may_repeat = run.history, call.options.may_repeat
     if not may_repeat:
-        return history.verdict if history.goes_on_looping(call.tool, salted, call.stored) else None
+        return history.suspicion.verdict if history.suspicion.goes_on(call.tool, salted, call.stored) else None
     if may_repeat is True or (call.tool, salted) not in history.repeats:
         return None
     often, first, since = history.repeats[call.tool, salted]
@@ -41,7 +41,7 @@ def against(run: LiveRun, call: Call, salted: str, now: float) -> Verdict | None
 def stage(run: LiveRun, verdict: Verdict) -> str:
     """What a call that goes on with the loop is met with: what was said of it before is not said again."""
     first = STAGES.index(run.reactions.get(verdict.level, HALT))
-    return STAGES[min(max(first, run.history.warned), len(STAGES) - 1)]
+    return STAGES[min(max(first, run.history.suspicion.warned), len(STAGES) - 1)]
 
 
 def refusal(verdict: Verdict) -> dict[str, Any]:
@@ -81,7 +81,7 @@ _Said = tuple[str, str, tuple[int, ...], str]
 
 
 def _of_a_loop(run: LiveRun, sealed: list[Sealed]) -> list[_Said]:
-    if NOTICE not in run.reactions.values() or run.history.warned:
+    if NOTICE not in run.reactions.values() or run.history.suspicion.warned:
         return []
     verdict = run.history.look_ahead(sealed)
     if verdict.level == "ok" or run.reactions[verdict.level] != NOTICE:

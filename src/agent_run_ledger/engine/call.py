@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
 from datetime import timedelta
 from decimal import Decimal
-from typing import Any, Literal, NamedTuple, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict
 
 from agent_run_ledger.engine import recovery
 from agent_run_ledger.engine.live import Branch
 from agent_run_ledger.errors import InvalidArguments, UnserialisableArguments
-from agent_run_ledger.model import Effect, MayRepeat, Receipt, RetryPolicy, dollars
 from agent_run_ledger.rules import canonical, digests, functions
 from agent_run_ledger.rules.budget import Most
 from agent_run_ledger.rules.names import check_name
+from agent_run_ledger.words import Effect
 
 MAX_TIMEOUT = 366 * 86_400.0
 
-AskForReceipt = Callable[[str, dict[str, Any]], Receipt | Awaitable[Receipt]]
-"""What a tool declares as `receipt=`: given an idempotency key and the arguments, it asks the receiver what became of the call."""
+if TYPE_CHECKING:
+    from agent_run_ledger.model import MayRepeat, Receipt, RetryPolicy
+
+    AskForReceipt = Callable[[str, dict[str, Any]], Receipt | Awaitable[Receipt]]
+    """What a tool declares as `receipt=`: given an idempotency key and the arguments, it asks the receiver what became of the call."""
 
 
 class Options(NamedTuple):
@@ -90,8 +92,11 @@ def declared(given: StepOptions) -> Options:
     except TypeError:
         unknown = ", ".join(sorted(given.keys() - set(Options._fields)))
         raise InvalidArguments(f"there is no option {unknown}; there are {', '.join(Options._fields)}") from None
-    if options.retry is not None and not isinstance(options.retry, RetryPolicy):
-        raise InvalidArguments(f"retry= is a RetryPolicy, not {options.retry!r}; nothing was dispatched")
+    if options.retry is not None:
+        from agent_run_ledger.model import RetryPolicy
+
+        if not isinstance(options.retry, RetryPolicy):
+            raise InvalidArguments(f"retry= is a RetryPolicy, not {options.retry!r}; nothing was dispatched")
     if options.version is not None:
         check_name("version", options.version)
     if options.step_key is not None:
@@ -102,11 +107,16 @@ def declared(given: StepOptions) -> Options:
         raise InvalidArguments(f"timeout= is a number of seconds, more than 0, not {options.timeout!r}")
     if options.identity is not None and not callable(options.identity):
         raise InvalidArguments(f"identity= is a function of the arguments, not {options.identity!r}")
-    if type(options.may_repeat) is not bool and not isinstance(options.may_repeat, MayRepeat):
-        raise InvalidArguments(f"may_repeat= is True, False or a MayRepeat, not {options.may_repeat!r}")
+    if type(options.may_repeat) is not bool:
+        from agent_run_ledger.model import MayRepeat
+
+        if not isinstance(options.may_repeat, MayRepeat):
+            raise InvalidArguments(f"may_repeat= is True, False or a MayRepeat, not {options.may_repeat!r}")
     if options.max_tokens is not None and (type(options.max_tokens) is not int or options.max_tokens < 1):
         raise InvalidArguments(f"max_tokens= is a whole number of at least 1, not {options.max_tokens!r}")
     if options.max_usd is not None:
+        from agent_run_ledger.model import dollars
+
         try:
             options = options._replace(max_usd=dollars(options.max_usd, "max_usd="))
         except ValueError as error:
@@ -196,40 +206,13 @@ _NOTHING = Options()
 _NOWHERE: Any = None
 
 
-@dataclass(slots=True)
 class Call:
-    """What the program asks for."""
+    """What the program asks for, and how far it has come. What most calls never need stands in the class."""
 
-    tool: str
-    arguments: dict[str, Any]
-    function: Callable[..., Any]
-    options: Options
-    environment: str
-    """The tool's declared version or a digest of its code, and the versions beneath it."""
-    passes_arguments: bool
-    """Whether the function takes the stored arguments by keyword, or is called bare."""
-    limit: int
-    """The largest payload, in canonical bytes."""
-    parameters: Mapping[str, Any] = field(default_factory=dict)
-    """The annotations by which stored arguments are made into the declared classes again."""
-    is_async: bool = False
-    """Whether the function has to be awaited."""
-    takes_key: bool = False
-    """Whether the function is given the idempotency key as `idempotency_key`."""
-    attempts: int = 0
-    """Dispatches over errors, crashes and reruns; 0: as its options say."""
-    branch: Branch = _NOWHERE
-    """The branch in which it is made: whoever makes it says so."""
     maker: object = None
     """The task or thread that makes it."""
-    place: str | None = None
-    """Its position, where it has a name of its own as the steps of a pipeline have."""
-    after: tuple[str, ...] = ()
-    """The positions whose outputs it depends on."""
     stored: bytes = b""
     digest: bytes = b""
-    fetched: dict[int, bytes | None] = field(default_factory=dict)
-    """Payloads of the log that had to be looked up for it, by seq; None: erased."""
     position: str = ""
     """Its place in the run, from the moment at which it is made."""
     task: Any = None
@@ -240,17 +223,15 @@ class Call:
     """The positions of the calls that were interrupted before it was made: its program has gone on behind them."""
     since: int = 0
     """How many entries its run had when it was made."""
+    is_replay: bool = False
+    """Whether the log had its outcome when it was made."""
     was_dispatched: bool = False
     is_delivered: bool = False
     """Whether its program was given the outcome."""
     coroutine: Callable[[], Any] | None = None
     """A weak reference to the coroutine that was made for it and has not begun."""
-    wait: DurableWait | None = None
-    """What it waits for, where it calls nobody."""
     heard: int = 0
     """Up to which request of others its run was known when it was last looked whether that has come."""
-    begins_run: bool = False
-    """Whether what it calls is a run of its own."""
     drawn: tuple[int, tuple[str, ...], Most | str] | None = None
     """For which attempt the accounts that its run shares were asked, which ones, and what they answered."""
     questions: int = 0
@@ -259,6 +240,57 @@ class Call:
     """What became of the thread of the step that it continues, once that is known."""
     settles: bool = False
     """Whether nobody asks for the outcome: recovery settles the step before its program runs."""
+
+    def __init__(
+        self,
+        tool: str,
+        arguments: dict[str, Any],
+        function: Callable[..., Any],
+        options: Options,
+        environment: str,
+        passes_arguments: bool,
+        limit: int,
+        parameters: Mapping[str, Any],
+        *,
+        is_async: bool = False,
+        takes_key: bool = False,
+        attempts: int = 0,
+        branch: Branch = _NOWHERE,
+        place: str | None = None,
+        after: tuple[str, ...] = (),
+        wait: DurableWait | None = None,
+        begins_run: bool = False,
+    ) -> None:
+        self.tool = tool
+        self.arguments = arguments
+        self.function = function
+        self.options = options
+        self.environment = environment
+        """The tool's declared version or a digest of its code, and the versions beneath it."""
+        self.passes_arguments = passes_arguments
+        """Whether the function takes the stored arguments by keyword, or is called bare."""
+        self.limit = limit
+        """The largest payload, in canonical bytes."""
+        self.parameters = parameters
+        """The annotations by which stored arguments are made into the declared classes again."""
+        self.is_async = is_async
+        """Whether the function has to be awaited."""
+        self.takes_key = takes_key
+        """Whether the function is given the idempotency key as `idempotency_key`."""
+        self.attempts = attempts
+        """Dispatches over errors, crashes and reruns; 0: as its options say."""
+        self.branch = branch
+        """The branch in which it is made: whoever makes it says so."""
+        self.place = place
+        """Its position, where it has a name of its own as the steps of a pipeline have."""
+        self.after = after
+        """The positions whose outputs it depends on."""
+        self.wait = wait
+        """What it waits for, where it calls nobody."""
+        self.begins_run = begins_run
+        """Whether what it calls is a run of its own."""
+        self.fetched: dict[int, bytes | None] = {}
+        """Payloads of the log that had to be looked up for it, by seq; None: erased."""
 
     @property
     def max_attempts(self) -> int:

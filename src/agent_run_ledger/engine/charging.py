@@ -11,6 +11,7 @@ from agent_run_ledger.engine.effects import Draw
 from agent_run_ledger.engine.live import LiveRun
 from agent_run_ledger.rules import budget
 from agent_run_ledger.rules.budget import NOTHING, Amount, Most
+from agent_run_ledger.words import TELLS_USAGE
 
 if TYPE_CHECKING:
     from decimal import Decimal
@@ -34,7 +35,7 @@ def reserve(run: LiveRun, call: Call, at_work: float, attempt: int) -> Amount | 
     """
     limits, history = run.limits, run.history
     spent, held = history.account.spent, NOTHING
-    for position, amount in history.account.held.items():
+    for position, amount in history.account.held.items() if history.account.held else ():
         if position in run.in_flight and position != call.position:
             held = held.plus(amount)
         else:
@@ -90,11 +91,15 @@ def charged(run: LiveRun, position: str, value: object, *, was_executed: bool = 
     What is not known is charged as it was reserved, and that is said: `unmetered` where nothing tells of tokens, `unpriced` where
     nothing tells what they cost. An attempt that was surely never carried out costs nothing.
     """
+    if not run.metered and type(value) is dict and not run.history.account.held and TELLS_USAGE.isdisjoint(value):
+        return {}  # the usual case of a tool that calls no model, in one look
     held = run.history.account.held.get(position, NOTHING)
-    call = run.made.get(position)
-    metered = run.metered.get(position) or _told_by(value, call.arguments if call is not None else None)
+    metered: Sequence[Metered] | None = run.metered.get(position) if run.metered else None
     if not metered:
-        if held == NOTHING or not was_executed:
+        call = run.made.get(position)
+        metered = _told_by(value, call.arguments if call is not None else None)
+    if not metered:
+        if held is NOTHING or held == NOTHING or not was_executed:
             return {}
         return {"charges": held.written(), "unmetered": True}
     from agent_run_ledger.prices import cost_of
@@ -127,7 +132,7 @@ def charged(run: LiveRun, position: str, value: object, *, was_executed: bool = 
 
 def _told_by(value: object, arguments: object) -> Sequence[Metered]:
     """What a response tells. Some providers name the model in the request only."""
-    if value is None or isinstance(value, str | bytes | int | float | list | tuple):
+    if value is None or isinstance(value, _SAYS_NOTHING) or (type(value) is dict and TELLS_USAGE.isdisjoint(value)):
         return ()
     from agent_run_ledger.usage import Usage, model_of
 
@@ -135,6 +140,7 @@ def _told_by(value: object, arguments: object) -> Sequence[Metered]:
     return (Metered(usage, None, model_of(value) or model_of(arguments)),) if usage is not None else ()
 
 
+_SAYS_NOTHING = (str, bytes, int, float, list, tuple)
 _BUCKETS = (
     "input_tokens",
     "cache_read_tokens",

@@ -9,9 +9,10 @@ from typing import Any
 from agent_run_ledger.contract import Row
 from agent_run_ledger.engine.account import Account
 from agent_run_ledger.engine.history import parse, unreadable
-from agent_run_ledger.model import Cost, RunState, Spending
+from agent_run_ledger.model import Cost, Spending
 from agent_run_ledger.rules import canonical
 from agent_run_ledger.rules.budget import NO_LIMITS, NOTHING, Amount, Limits
+from agent_run_ledger.words import RunState
 
 _BUCKETS = ("input_tokens", "cache_read_tokens", "cache_write_tokens", "output_tokens")
 _COUNTS = (*_BUCKETS, "long_cache_write_tokens", "reasoning_tokens")
@@ -101,7 +102,7 @@ class Costing:
         if "model" in body:
             self._models.add(position)
         lost = self._account.held.get(position) if not is_late and position not in self._carried.held else None
-        if not is_carried:
+        if not is_carried and body["token"] != self._account.program:
             self._account.began(body["token"])
         self._account.take("intent", position, body)
         self._carried.take("intent", position, body if is_carried else {"late": True} if is_late else {})

@@ -12,7 +12,8 @@ from agent_run_ledger.contract import Row
 from agent_run_ledger.engine.history import History, StepHistory
 from agent_run_ledger.engine.records import Payload, step_record
 from agent_run_ledger.errors import StoreCorrupt
-from agent_run_ledger.model import RunState, StepRecord
+from agent_run_ledger.model import StepRecord
+from agent_run_ledger.words import RunState
 
 DAMAGE = (ValueError, LookupError, TypeError, AttributeError, AssertionError, RecursionError)
 """What reading may meet where somebody else has written into the file."""
@@ -69,7 +70,7 @@ def _as_far_as_it_goes(run_id: str, secret: bytes, read: Pages) -> tuple[History
     history = History(run_id, secret)
     for page in read():
         try:
-            history.take(page)
+            history.take([page])
         except (StoreCorrupt, RecursionError):
             return _without_damage(run_id, secret, chain.from_iterable(read()))
     return history, None, set()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 from agent_run_ledger.engine.call import Call
@@ -22,7 +21,6 @@ class Moment(NamedTuple):
     """Why nothing new is to be dispatched: the disk has less room than is asked for."""
 
 
-@dataclass(slots=True)
 class Plan:
     """What to append, and what to tell the flow once it is appended: `answer`, or `error` raised.
 
@@ -30,12 +28,22 @@ class Plan:
     run's memory once the entries are written, is said here.
     """
 
-    drafts: list[Draft] = field(default_factory=list)
-    answer: Any = None
-    error: BaseException | None = None
-    synced: bool | None = None
-    """Whether stable storage is needed before going on; None leaves it to the ledger's durability."""
-    is_replay: bool = False
+    __slots__ = ("answer", "drafts", "error", "is_replay", "synced")
+
+    def __init__(
+        self,
+        drafts: list[Draft] | None = None,
+        answer: Any = None,
+        error: BaseException | None = None,
+        synced: bool | None = None,
+        is_replay: bool = False,
+    ) -> None:
+        self.drafts = [] if drafts is None else drafts
+        self.answer = answer
+        self.error = error
+        self.synced = synced
+        """Whether stable storage is needed before going on; None leaves it to the ledger's durability."""
+        self.is_replay = is_replay
 
 
 Decision = Callable[[LiveRun, Moment], Plan]

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from agent_run_ledger.contract import Erasure, Row
 from agent_run_ledger.engine.history import StepHistory, parse
 from agent_run_ledger.engine.log import Draft
-from agent_run_ledger.model import RunState
+from agent_run_ledger.words import RunState
 
 
 class Erasing(NamedTuple):

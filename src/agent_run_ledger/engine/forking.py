@@ -10,8 +10,8 @@ from agent_run_ledger.contract import Row
 from agent_run_ledger.engine.history import History, parse
 from agent_run_ledger.engine.log import Draft
 from agent_run_ledger.errors import InvalidArguments
-from agent_run_ledger.model import Event
 from agent_run_ledger.rules import canonical
+from agent_run_ledger.words import Event
 
 _STEP_KINDS = frozenset({"intent", "waiting", "outcome", "missed", "redispatched_undeclared", "notice"})
 _KEPT = ("format", "pipeline", "agent", "parent", "queue", "priority", "key", "within")

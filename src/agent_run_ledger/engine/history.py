@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable
-from copy import copy
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from agent_run_ledger import merkle
 from agent_run_ledger.contract import Row
 from agent_run_ledger.engine.account import Account
+from agent_run_ledger.engine.suspicion import Suspicion
 from agent_run_ledger.errors import StoreCorrupt
-from agent_run_ledger.model import Effect, Notice, RunState, Verdict
-from agent_run_ledger.rules import canonical, loops
+from agent_run_ledger.rules import canonical
 from agent_run_ledger.rules.budget import NO_LIMITS, Limits
 from agent_run_ledger.rules.loops.breaker import Rule
-from agent_run_ledger.rules.loops.calls import ERRORS_LOOKED_AT, Asked, Call
-from agent_run_ledger.rules.loops.signs import OK
+from agent_run_ledger.rules.loops.calls import ERRORS_LOOKED_AT
+from agent_run_ledger.words import Effect, RunState, Verdict
+
+if TYPE_CHECKING:
+    from agent_run_ledger.model import Notice
 
 _parse = json.JSONDecoder().raw_decode  # bodies have no white space around them, which is what `decode` looks for first
 _STATES = {str(state): state for state in RunState}
 
-_AT_WORK = frozenset({RunState.RUNNING, RunState.CHECKPOINTED})
+AT_WORK = frozenset({RunState.RUNNING, RunState.CHECKPOINTED})
 
 _ASIDES = frozenset({"asked", "answered", "waiting", "signal", "declined", "resolved", "released"})
 
@@ -47,6 +49,9 @@ def _parse_all(rows: list[Row]) -> list[dict[str, Any]] | None:
     except (ValueError, TypeError):
         return None
     return parsed if end == len(text) and len(parsed) == len(rows) else None
+
+
+_UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, AssertionError)
 
 
 def unreadable(run_id: str, row: Row, error: Exception) -> StoreCorrupt:
@@ -199,6 +204,11 @@ class StepHistory:
         return 0 if has_result else self.attempts_of_code
 
     @property
+    def is_watched(self) -> bool:
+        """Whether the loop rules look at it: it calls somebody."""
+        return self.waits is None or self.waits == "child"
+
+    @property
     def is_retried(self) -> bool:
         """Whether it failed, and is to be tried again without anybody being told."""
         return self.outcome is not None and self.outcome.retry_at is not None and not self.is_settled
@@ -243,7 +253,8 @@ class StepHistory:
         self.token: int = body["token"]
         self.version = row.seq
         self.is_asked, self.ask_at, self.unanswered, self.is_absent, self.cause = False, None, 0, False, None
-        self.doubted()
+        if self.outcome is not None:
+            self.doubted()
 
     def doubted(self) -> None:
         """Whatever its last outcome was, it is not known how it stands."""
@@ -296,23 +307,6 @@ class StepHistory:
         self.state = body.get("step_state", self.state)
         self.token = body["token"]
         self.version = row.seq
-
-
-def _seen(step: StepHistory, row: Row, body: dict[str, Any]) -> Call:
-    """A step and its outcome as the loop rules see them."""
-    is_error = body["ok"] != "completed"
-    return Call(
-        step.number,
-        step.tool,
-        step.input,
-        body.get("error_id") or body["payload"],
-        loops.looked_at(step.arguments),
-        loops.answered(row.payload, is_error=is_error),
-        is_error=is_error,
-        may_repeat=body.get("may_repeat", False),
-        write=None if step.effect is None else step.effect != Effect.READ,
-        is_thought=step.is_thought,
-    )
 
 
 class Signal:
@@ -405,8 +399,6 @@ class History:
         self.missed: dict[str, Missed] = {}
         self.blocked: dict[str, Blocked] = {}
         self.notices: list[Notice] = []
-        self.warned = 0
-        """How often the loop that stands against the run was met with less than its end: 1 notice, 2 refusal of a call."""
         self.signals: dict[str, list[Signal]] = {}
         """What was sent to the run and no call has taken, by name, in the order in which it came."""
         self.doubts: dict[tuple[str, str], StepHistory] = {}
@@ -435,30 +427,32 @@ class History:
         """Positions of steps that wait for a retry, or for somebody to say what happened."""
         self.repeats: dict[tuple[str, str], tuple[int, int, float]] = {}
         """How often a call was made that may be repeated, by tool and input; the step that was the first, and when that was."""
-        self.verdict = OK
-        self._make_rule = rule
-        self._rule = rule() if rule is not None else None
-        self._released: Rule | None = None
-        """The memory that an operator has overruled: once more, and it counts again."""
+        self.suspicion = Suspicion(rule)
 
     @classmethod
     def read(cls, run_id: str, secret: bytes, rows: Iterable[Row], rule: Callable[[], Rule] | None = None) -> History:
         """Fold stored entries. Raises `StoreCorrupt` where a body is no body."""
         history = cls(run_id, secret, rule)
-        history.take(list(rows))
+        history.take([list(rows)])
         return history
 
-    def take(self, rows: list[Row]) -> None:
+    def take(self, pages: Iterable[list[Row]]) -> None:
         """Take the next stored entries in. Raises `StoreCorrupt` where a body is no body."""
-        bodies = _parse_all(rows)
-        for index, row in enumerate(rows):
+        row: Row | None = None
+        for rows in pages:
+            bodies = _parse_all(rows)
             try:
-                self.absorb(row, bodies[index] if bodies is not None else parse(row.body))
-                if row.kind == "outcome":
-                    self.positions[
-                        row.position or ""
-                    ].let_go_of_long()  # read for the loop rules, which have seen it now
-            except (ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
+                for index, row in enumerate(rows):
+                    self.absorb(row, bodies[index] if bodies is not None else parse(row.body))
+                    if row.kind == "outcome":
+                        self.positions[row.position or ""].let_go_of_long()  # the loop rules have it now
+            except _UNREADABLE as error:
+                assert row is not None
+                raise unreadable(self.run_id, row, error) from error
+        if row is not None:
+            try:
+                self.suspicion.catch_up()
+            except _UNREADABLE as error:
                 raise unreadable(self.run_id, row, error) from error
 
     def absorb(self, row: Row, body: dict[str, Any]) -> None:
@@ -486,7 +480,7 @@ class History:
         self.frontier.append(row.roots[-32:])
         self.size = row.seq
         at: float = body["at"]
-        if self.state in _AT_WORK and body["token"] == self.token and at > self.last_at:
+        if self.state in AT_WORK and body["token"] == self.token and at > self.last_at:
             self.worked += at - self.last_at
         self.last_at = at
         self.state = _STATES[body["state"]]
@@ -500,9 +494,11 @@ class History:
         self.cause = self.retry_at = None
         position = row.position or ""
         self.running.add(position)
-        if "carried" not in body:
-            self.account.began(body["token"])
-        self.account.take("intent", position, body)
+        account = self.account
+        if body["token"] != account.program and "carried" not in body:
+            account.began(body["token"])
+        if account.held or "holds" in body:
+            account.take("intent", position, body)
         if "limits" in body:
             self.stated = Limits.read(body["limits"]).of_spending
         step = self.positions.get(position)
@@ -526,7 +522,8 @@ class History:
         step = self.positions[position]
         step.settled(row, body)
         self.last_outcome = row.seq
-        self.account.take("outcome", position, body)
+        if self.account.held or "charges" in body:
+            self.account.take("outcome", position, body)
         self.running.discard(position)
         ok = body["ok"]
         if "signal" in body:
@@ -545,40 +542,20 @@ class History:
                 return
         if self.waiting:
             self.waiting.discard(position)
-        if self._rule is not None and step.waits in (None, "child"):
-            self._look(_seen(step, row, body))
+        if step.is_watched:
+            self.suspicion.ended(step, row, body)
         if "may_repeat" in body and step.waits is None:
             often, first, since = self.repeats.get((step.tool, step.input), (0, step.number, step.created_at))
             self.repeats[step.tool, step.input] = often + 1, first, since
 
-    def _look(self, call: Call) -> None:
-        assert self._rule is not None
-        self.verdict = self._rule.observe(call)
-        if self._released is not None:
-            again = self._released.observe(call)
-            if again.level != "ok" and not call.may_repeat:
-                self.verdict, self._rule = again, self._released
-            self._released = None
-        if self.verdict.level == "ok":
-            self.warned = 0
-
     def look_ahead(self, rows: Iterable[tuple[Row, dict[str, Any]]]) -> Verdict:
-        """What the rules would say with these entries, of which some are outcomes, behind the log."""
-        kept = self.verdict, self._rule, self._released, self.warned
-        self._rule, self._released = copy(self._rule), copy(self._released)
-        try:
-            for row, body in rows:
-                step = self.positions.get(row.position or "")
-                if (
-                    row.kind == "outcome"
-                    and step is not None
-                    and step.waits in (None, "child")
-                    and "retry_at" not in body
-                ):
-                    self._look(_seen(step, row, body))
-            return self.verdict
-        finally:
-            self.verdict, self._rule, self._released, self.warned = kept
+        """What the loop rules would say with these entries, of which some are outcomes, behind the log."""
+        ended = []
+        for row, body in rows:
+            step = self.positions.get(row.position or "")
+            if row.kind == "outcome" and step is not None and step.is_watched and "retry_at" not in body:
+                ended.append((step, row, body))
+        return self.suspicion.look_ahead(ended)
 
     def _other(self, row: Row, body: dict[str, Any]) -> None:
         kind, position = row.kind, row.position
@@ -593,7 +570,7 @@ class History:
         elif kind == "blocked":
             assert position is not None
             self.blocked[position] = Blocked(row, body)
-            self.warned = 2
+            self.suspicion.warn(2)
         elif kind == "value":
             assert position is not None
             self.values[position] = (body, row.payload)
@@ -640,13 +617,15 @@ class History:
                 self.answered.discard(self.honoured)
 
     def _noticed(self, row: Row, body: dict[str, Any]) -> None:
+        from agent_run_ledger.model import Notice
+
         said: dict[str, Any] = canonical.decode(row.payload) if row.payload is not None else _ERASED
         evidence = tuple(said["evidence"])
         self.notices.append(
             Notice(body["step"], row.position or "", body["rule"], said["reason"], evidence, said["text"])
         )
         if body["rule"] != "budget":
-            self.warned = max(self.warned, 1)
+            self.suspicion.warn(1)
 
     def _undoubted(self, step: StepHistory) -> None:
         """How this step stands is being found out, or said: no other call has to continue it."""
@@ -672,11 +651,8 @@ class History:
     def _begin_afresh(self, kind: str) -> None:
         """An operator lets the run go on: what stopped it counts from nothing."""
         self.repeats.clear()
-        if kind == "released" and self.verdict.level != "ok":
-            self._released = self._rule
-        self.verdict, self.cause, self.warned = OK, None, 0
-        if self._make_rule is not None:
-            self._rule = self._make_rule()
+        self.cause = None
+        self.suspicion.begin_afresh(is_overruled=kind == "released")
         if kind == "forked":
             for step in self.positions.values():
                 if step.outcome is None or not step.stands:
@@ -703,13 +679,7 @@ class History:
 
     def at_work(self, now: float) -> float:
         """Seconds in which its program was at work, if it still is."""
-        return self.worked + (max(0.0, now - self.last_at) if self.state in _AT_WORK else 0.0)
-
-    def goes_on_looping(self, tool: str, salted: str, stored: bytes) -> bool:
-        """Whether a call of these arguments, of which `salted` is the digest, goes on with what the verdict is about."""
-        if self._rule is None or self.verdict.level == "ok":
-            return False
-        return self._rule.continues(Asked(tool, salted, loops.looked_at(stored)))
+        return self.worked + (max(0.0, now - self.last_at) if self.state in AT_WORK else 0.0)
 
     def is_missed(self, position: str) -> bool:
         """Whether it is recorded that the program was interrupted in this call."""

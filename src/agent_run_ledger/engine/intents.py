@@ -12,9 +12,9 @@ from agent_run_ledger.engine.identity import recorded_arguments
 from agent_run_ledger.engine.live import LiveRun
 from agent_run_ledger.engine.log import Draft
 from agent_run_ledger.errors import AttemptsExhausted, BudgetExceededException, StoreFull
-from agent_run_ledger.model import Effect, Event, StepState
 from agent_run_ledger.rules import budget, canonical, digests
 from agent_run_ledger.rules.budget import Amount
+from agent_run_ledger.words import Effect, Event, StepState
 
 
 def first_intent(
@@ -41,7 +41,8 @@ def first_intent(
         fields["undispatched"] = True
     if holds is not None:
         fields["holds"] = holds.written()
-    fields |= _limits(run)
+    if run.spending != history.stated:
+        fields["limits"] = run.spending.written()
     if history.trailing:
         fields |= admission.follows(run, call.branch)
     if call.seen is not None:
@@ -61,12 +62,10 @@ def exhausted(run: LiveRun, step: StepHistory, reason: str, before: list[Draft])
     return Plan([*before, spent], error=error, synced=True)
 
 
-def has_no_room(run: LiveRun, call: Call, moment: Moment) -> StoreFull | None:
+def no_room(run: LiveRun, call: Call, why: str) -> StoreFull:
     """Why nothing new is dispatched although the store would take it: soon it might not take the outcome."""
-    if moment.too_full is None:
-        return None
     return StoreFull(
-        f"run {run.run_id!r}: {moment.too_full}, so {call.tool!r} was not dispatched and nothing was written. Make room and call "
+        f"run {run.run_id!r}: {why}, so {call.tool!r} was not dispatched and nothing was written. Make room and call "
         "again: the run goes on where it stands."
     )
 
@@ -75,8 +74,8 @@ def dispatch_again(run: LiveRun, call: Call, step: StepHistory, moment: Moment, 
     """The next attempt of a step, unless the run is at its end or the disk is."""
     if run.closing:
         return Plan(answer=outcomes.HELD)
-    if (full := has_no_room(run, call, moment)) is not None:
-        return Plan(error=full)
+    if moment.too_full is not None:
+        return Plan(error=no_room(run, call, moment.too_full))
     reason = budget.entries_spent(run.most_steps, run.history.size - run.history.asides)
     reason = reason or budget.too_late(run.limits.deadline, moment.now)
     if reason is None:
@@ -106,18 +105,13 @@ def next_attempt(run: LiveRun, call: Call, step: StepHistory, holds: Amount | No
     fields = _fields(call, step.number, step.key, max(0, call.max_attempts - used - 1))
     if holds is not None:
         fields["holds"] = holds.written()
-        fields |= _limits(run)
+        if run.spending != run.history.stated:
+            fields["limits"] = run.spending.written()
     recorded = recorded_arguments(call, step)
     stored, digest = (call.stored, call.digest) if recorded is None else (recorded, step.digest)
     fingerprint = step.fingerprint or digests.fingerprint(call.tool, call.digest)
     attempt = step.attempts + 1
     return Draft("intent", Event.START_STEP, fields, stored, step.position, attempt, digest, step.input, fingerprint)
-
-
-def _limits(run: LiveRun) -> dict[str, Any]:
-    """What the run may use, where its program says otherwise than the log does so far: calls are held to what the log says."""
-    limits = run.limits.of_spending
-    return {} if limits == run.history.stated else {"limits": limits.written()}
 
 
 def _fields(call: Call, number: int, key: str, left: int) -> dict[str, Any]:

@@ -10,13 +10,13 @@ from agent_run_ledger.engine.log import Draft, Sealed
 from agent_run_ledger.engine.positions import branch_of, keyed, named, within
 from agent_run_ledger.engine.turns import Turns
 from agent_run_ledger.errors import ReplayDivergence, StepInDoubt, UnorderedStep
-from agent_run_ledger.model import Notice, RetryPolicy
 from agent_run_ledger.rules.budget import NO_LIMITS, NOTHING, Limits
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from agent_run_ledger.engine.call import Call
     from agent_run_ledger.engine.charging import Metered
+    from agent_run_ledger.model import Notice, RetryPolicy
     from agent_run_ledger.prices import Prices
 
 
@@ -47,7 +47,7 @@ class Branch:
 
     def take(self) -> str:
         """The next position, which belongs to the caller now."""
-        position = within(self.path, str(self.cursor))
+        position = within(self.path, str(self.cursor)) if self.path else str(self.cursor)
         self.cursor += 1
         return position
 
@@ -59,14 +59,25 @@ class LiveRun:
     thread or event loop too, each time by one operation that other threads see as a whole.
     """
 
-    def __init__(self, history: History, token: int, given: Limits, undeclared: str) -> None:
+    limits: Limits
+    """What the run may use: what was said when it was made from another one goes before."""
+    spending: Limits
+    """Those of them that the log says and an audit holds it to."""
+    gives_notice: bool
+    """Whether anything is said before it is refused."""
+    limits_calls: bool
+    """Whether anything limits what calls use, and not only how many there are."""
+
+    def __init__(
+        self, history: History, token: int, given: Limits, undeclared: str, reactions: Mapping[str, str]
+    ) -> None:
         self.run_id = history.run_id
-        self.history = history
         self.token = token
         self.given = given
         """What its program may use, as its ledger and its agent say; the number of steps is among it."""
-        self.reactions: Mapping[str, str] = {}
+        self.reactions = reactions
         """With what a loop that is `suspected` or `certain` is met first."""
+        self.read_anew(history)
         self.prices: Prices | None = None
         """What tokens cost."""
         self.refuses_unknown_prices = False
@@ -118,19 +129,21 @@ class LiveRun:
         """The tasks and threads in which the program is at work, as far as they are known: each may be about to make a call."""
         self.restart()
 
-    @property
-    def limits(self) -> Limits:
-        """What the run may use: what was said when it was made from another one goes before."""
-        granted, within = self.history.granted, self.history.within
-        limits = self.given if granted is NO_LIMITS else granted.over(self.given)
-        if not within:
-            return limits
-        return limits._replace(within=tuple(sorted({*within, *(limits.within or ())})))
+    def read_anew(self, history: History) -> None:
+        """From now on this is what the log says."""
+        self.history = history
+        self.allow(self.given)
 
-    @property
-    def gives_notice(self) -> bool:
-        """Whether anything is said before it is refused."""
-        return self.limits.notice_at is not None or "notice" in self.reactions.values()
+    def allow(self, given: Limits) -> None:
+        """From now on its program may use this, as far as the log does not say otherwise."""
+        self.given = given
+        granted, within = self.history.granted, self.history.within
+        limits = given if granted is NO_LIMITS else granted.over(given)
+        if within:
+            limits = limits._replace(within=tuple(sorted({*within, *(limits.within or ())})))
+        self.limits, self.spending = limits, limits.of_spending
+        self.limits_calls = limits.are_of_calls or limits.seconds is not None or limits.within is not None
+        self.gives_notice = limits.notice_at is not None or "notice" in self.reactions.values()
 
     @property
     def most_steps(self) -> int:
@@ -244,14 +257,16 @@ class LiveRun:
         call.since = self.history.size
         if self.interrupted:
             call.behind = self.left_behind(branch)
-        if call.key is not None or call.place is not None:
-            call.position = call.place or within(branch.path, keyed(call.key or ""))
+        key = call.options.step_key
+        if key is not None or call.place is not None:
+            call.position = call.place or within(branch.path, keyed(key or ""))
             if call.position in self.made:
                 self.let_go_of_dropped()
                 if call.position in self.made:
                     raise UnorderedStep(self.run_id, call.tool, self.made[call.position].tool)
         else:
-            self.admit(branch, call.maker, call.tool)
+            if branch.numbered:
+                self.admit(branch, call.maker, call.tool)
             call.position = branch.take()
             branch.maker = call.maker
             branch.numbered += 1
@@ -275,17 +290,17 @@ class LiveRun:
 
     def ended(self, call: Call, error: BaseException | None) -> None:
         """The call is over: its outcome goes to its program, or `error` does before there is one."""
-        position, branch = call.position, call.branch
+        position, branch, key = call.position, call.branch, call.options.step_key
         if self.made.get(position) is not call:  # the run was taken anew meanwhile
             return
         del self.made[position]
         self.in_flight.pop(position, None)
         self.resting.discard(position)
         branch.unbegun.pop(position, None)
-        if call.key is None and call.place is None:
+        if key is None and call.place is None:
             branch.numbered -= 1
         if call.is_delivered:
-            if call.key is not None:
+            if key is not None:
                 branch.answered.add(position)
             return
         if self.turns is not None:
@@ -381,6 +396,7 @@ class LiveRun:
             history.absorb(row, body)
             position = row.position
             if position is None:
+                self.allow(self.given)  # the entry may have said what it is granted
                 continue
             if row.kind == "intent":
                 if position in made:

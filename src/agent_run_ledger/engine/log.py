@@ -9,14 +9,14 @@ from agent_run_ledger import merkle
 from agent_run_ledger.contract import Row
 from agent_run_ledger.engine.account import COUNTED
 from agent_run_ledger.engine.history import History
-from agent_run_ledger.model import Event, RunState
 from agent_run_ledger.rules import compact, digests, lifecycle
 from agent_run_ledger.rules.budget import NOTHING
+from agent_run_ledger.words import Event, RunState
 
 Sealed = tuple[Row, dict[str, Any]]
 """A finished row and its body, not yet in the store."""
 
-_json = compact.encoder(sort_keys=False)
+_pieces = compact.encoder(sort_keys=False)
 
 
 PAUSES = frozenset({"outcome", "parked", "asked", "waiting", "resolved"})
@@ -56,7 +56,7 @@ def seal(history: History, token: int, at: float, drafts: Iterable[Draft]) -> li
     begun: set[str | None] = set()
     settled: set[str] = set()
     waiting: set[str] = set()
-    account = history.account.copy()
+    account = history.account  # a copy of it from the first entry on that changes it
     for kind, event, fields, payload, position, attempt, digest, salted, fingerprint in drafts:
         if event is not None:
             state = lifecycle.after(state, event, run_id)
@@ -88,16 +88,20 @@ def seal(history: History, token: int, at: float, drafts: Iterable[Draft]) -> li
         if attempt is not None:
             body["attempt"] = attempt
         body |= fields
-        if kind in COUNTED:
+        if kind in COUNTED and (account.held or "holds" in fields or "charges" in fields):
+            if account is history.account:
+                account = account.copy()
             account.take(kind, position, fields)
         if account.held and state.is_terminal:
+            if account is history.account:
+                account = account.copy()
             account.closed()
         if account.spent is not NOTHING:
             body["spent"] = account.spent.written()
         if payload is not None:
             body["payload"] = salted or digests.salted(secret, payload)
             digest = digest or digests.plain(payload)
-        data = _json(body).encode()
+        data = "".join(_pieces(body, 0)).encode()
         frontier, roots = merkle.append(frontier, seq - 1, merkle.leaf_hash(data))
         row = Row(seq, kind, position, attempt, data, roots, payload, digest, fingerprint, None)
         sealed.append((row, body))

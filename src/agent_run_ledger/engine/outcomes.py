@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from agent_run_ledger.engine import charging
 from agent_run_ledger.engine.call import Call, LeftBehind
@@ -20,9 +20,12 @@ from agent_run_ledger.errors import (
     UnserialisableOutput,
     WaitTimeout,
 )
-from agent_run_ledger.model import Effect, Event, MayRepeat, RunState, StepState
 from agent_run_ledger.rules import backoff, canonical, digests, failures
 from agent_run_ledger.rules.classify import Classified, retry_after
+from agent_run_ledger.words import Effect, Event, RunState, StepState
+
+if TYPE_CHECKING:
+    from agent_run_ledger.model import MayRepeat
 
 CLOSING = "closing"
 """The answer to what would end the run while other steps are in flight: they finish and are recorded first."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from agent_run_ledger.engine import admission, outcomes, recovery
 from agent_run_ledger.engine.call import Call
@@ -14,11 +14,11 @@ from agent_run_ledger.engine.intents import dispatch_again, exhausted, stored_ar
 from agent_run_ledger.engine.live import LiveRun
 from agent_run_ledger.engine.log import Draft
 from agent_run_ledger.engine.outcomes import Standing
-from agent_run_ledger.model import Event, Receipt, RetryPolicy, StepState
 from agent_run_ledger.rules import backoff, canonical, failures
+from agent_run_ledger.words import Event, StepState
 
-_PATIENCE = RetryPolicy()
-"""How long it is waited before the next question, where the tool has no policy of its own."""
+if TYPE_CHECKING:
+    from agent_run_ledger.model import Receipt
 
 
 def question(step: StepHistory | Standing, why: str, asked_before: int = 0) -> Draft:
@@ -58,6 +58,8 @@ def ask(run: LiveRun, call: Call, step: StepHistory, error: BaseException | None
 
 def _read(result: Result) -> Receipt:
     """What the receiver said; whatever is no receipt says nothing."""
+    from agent_run_ledger.model import Receipt
+
     error = result.error
     if error is not None:
         if not isinstance(error, Exception):
@@ -103,9 +105,11 @@ def _answer(step: StepHistory, receipt: Receipt) -> Draft:
 
 def _unknown(run: LiveRun, call: Call, step: StepHistory, answer: Draft, why: str, moment: Moment) -> Plan:
     """The receiver could not say: it is asked again later, until that was tried as often as the step may be."""
+    from agent_run_ledger.model import RetryPolicy
+
     if call.questions >= call.max_attempts:
         return Plan([answer, outcomes.parked_in_doubt(step, why)], error=outcomes.in_doubt(run, step, why))
-    wait = backoff.delay(call.questions - 1, call.options.retry or _PATIENCE, moment.draw, step.wait)
+    wait = backoff.delay(call.questions - 1, call.options.retry or RetryPolicy(), moment.draw, step.wait)
     answer.fields.update(retry_at=moment.now + wait, wait=wait)
     return Plan([answer])
 

@@ -8,9 +8,10 @@ from typing import Any
 
 from agent_run_ledger.contract import Row, Summary
 from agent_run_ledger.engine.history import History, StepHistory
-from agent_run_ledger.model import DamagedRunRecord, RunRecord, RunState, StepRecord
+from agent_run_ledger.model import DamagedRunRecord, RunRecord, StepRecord
 from agent_run_ledger.rules import canonical, failures
 from agent_run_ledger.rules.budget import Amount
+from agent_run_ledger.words import RunState
 
 Payload = Callable[[int], bytes | None]
 """What gives the payload of an entry by its seq, where a history does not keep it."""

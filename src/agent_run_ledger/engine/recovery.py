@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from agent_run_ledger.engine.history import StepHistory
-from agent_run_ledger.model import Effect, Receipt
+from agent_run_ledger.words import Effect
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from agent_run_ledger.engine.call import Call
+    from agent_run_ledger.model import Receipt
 
 DEFAULT_ATTEMPTS = 4
 """Dispatches of one step over crashes and reruns, where its tool has no retry policy."""
 
 
-@dataclass(frozen=True, slots=True)
-class Declaration:
+class Declaration(NamedTuple):
     """What a tool says about itself, as far as recovery is concerned."""
 
     effect: Effect | None = None
@@ -49,8 +48,7 @@ def declaration(call: Call, *, undeclared: str) -> Declaration:
 ActionKind = Literal["dispatch", "dispatch_undeclared", "ask", "record", "wait", "park", "dead_letter"]
 
 
-@dataclass(frozen=True, slots=True)
-class Action:
+class Action(NamedTuple):
     """One thing to do about one step, and why."""
 
     kind: ActionKind

@@ -12,8 +12,8 @@ from agent_run_ledger.engine.live import LiveRun
 from agent_run_ledger.engine.log import Draft
 from agent_run_ledger.engine.outcomes import resolved_with
 from agent_run_ledger.errors import IllegalTransition, InvalidArguments
-from agent_run_ledger.model import Event, RunState, StepState
 from agent_run_ledger.rules import canonical
+from agent_run_ledger.words import Event, RunState, StepState
 
 
 def honour(run: LiveRun, request: Request, before: list[Draft]) -> list[Draft]:

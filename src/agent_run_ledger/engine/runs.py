@@ -25,9 +25,9 @@ from agent_run_ledger.errors import (
     UnorderedStep,
     UnserialisableArguments,
 )
-from agent_run_ledger.model import Event, RunState
 from agent_run_ledger.rules import backoff, budget, canonical, digests, failures
 from agent_run_ledger.rules.budget import Limits
+from agent_run_ledger.words import Event, RunState
 
 FORMAT = 1
 """The version of the entries' bodies."""

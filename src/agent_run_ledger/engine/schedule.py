@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from agent_run_ledger.engine.live import LiveRun
-from agent_run_ledger.model import RunState
+from agent_run_ledger.words import RunState
 
 AGAIN_SECONDS = 60.0
 """How long a run that only other code, or a receiver that answers, can help is left alone before it is tried again."""

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from datetime import UTC, datetime
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from agent_run_ledger.contract import Row
 from agent_run_ledger.engine.account import Grant
 from agent_run_ledger.engine.history import History, parse, unreadable
 from agent_run_ledger.engine.live import LiveRun
 from agent_run_ledger.engine.log import Draft
-from agent_run_ledger.model import ACCOUNTS, RunState, SharedBudget
 from agent_run_ledger.rules import budget, canonical
 from agent_run_ledger.rules.budget import DAILY, FOR_GOOD, NOTHING, Amount, Limits, Most
+from agent_run_ledger.words import ACCOUNTS, RunState
+
+if TYPE_CHECKING:
+    from agent_run_ledger.model import SharedBudget
 
 _CHILDREN = f"{ACCOUNTS}children/"
 
@@ -132,6 +135,8 @@ def shown(account: History, came_to: Mapping[Grant, Amount]) -> SharedBudget:
     log_id, limits = account.run_id, account.granted
     parent = parent_of(log_id)
     name, day = _name_and_day(log_id) if parent is None else (None, None)
+    from agent_run_ledger.model import SharedBudget
+
     return SharedBudget(log_id, name, day, parent, limits.tokens, limits.usd, *spent, *held)
 
 
@@ -139,6 +144,8 @@ def unread(log_id: str, trouble: str) -> SharedBudget:
     """The line of an account that cannot be read."""
     parent = parent_of(log_id)
     name, day = _name_and_day(log_id) if parent is None else (None, None)
+    from agent_run_ledger.model import SharedBudget
+
     return SharedBudget(log_id, name, day, parent, None, None, *NOTHING, *NOTHING, trouble)
 
 

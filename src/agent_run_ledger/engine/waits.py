@@ -15,8 +15,8 @@ from agent_run_ledger.engine.live import LiveRun
 from agent_run_ledger.engine.log import Draft
 from agent_run_ledger.engine.outcomes import child_ended, waited
 from agent_run_ledger.errors import RunOwned
-from agent_run_ledger.model import Event, RunState, StepState
 from agent_run_ledger.rules import canonical
+from agent_run_ledger.words import Event, RunState, StepState
 
 _A_GLANCE_SECONDS = 0.2
 """How long whoever waits leaves the run to somebody else before he looks again."""

@@ -6,9 +6,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from agent_run_ledger.engine.history import parse
 from agent_run_ledger.errors import IllegalTransition, InvalidArguments
-from agent_run_ledger.fleet import submitting, watching
-from agent_run_ledger.fleet.handle import Handle
-from agent_run_ledger.model import RunState, StuckRun, WorkerRecord
+from agent_run_ledger.words import RunState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -17,8 +15,11 @@ if TYPE_CHECKING:
     from agent_run_ledger.contract import QueueTerms, Store, Summary
     from agent_run_ledger.drivers.asynchronous import AsyncDriver
     from agent_run_ledger.drivers.leases import Leases
+    from agent_run_ledger.fleet.handle import Handle
+    from agent_run_ledger.fleet.submitting import Order
     from agent_run_ledger.fleet.worker import Worker
     from agent_run_ledger.ledger import AgentRunLedger
+    from agent_run_ledger.model import StuckRun, WorkerRecord
 
 
 class Fleet:
@@ -59,6 +60,8 @@ class Fleet:
         at once. A `run_id` that exists with the same arguments is attached to, and nothing is written, but that a run which was laid aside
         is due again. Raises `RunInputMismatch` for other arguments, `InvalidArguments` and `InvalidName` for what cannot be.
         """
+        from agent_run_ledger.fleet import submitting
+
         return submitting.place(self._itself(), self._order(agent, args, kwargs, run_id, queue, priority, delay, key))
 
     def asubmit(
@@ -74,11 +77,15 @@ class Fleet:
         **kwargs: Any,
     ) -> Coroutine[Any, Any, Handle]:
         """`submit` in an event loop, which does not wait for the disk or the server then."""
+        from agent_run_ledger.fleet import submitting
+
         asked = self._order(agent, args, kwargs, run_id, queue, priority, delay, key)
         return self._asynchronous.in_thread(lambda: submitting.place(self._itself(), asked))
 
     def handle(self, run_id: str) -> Handle:
         """A handle of a run that exists, as `submit` returned one. Raises `RunNotFound`."""
+        from agent_run_ledger.fleet.handle import Handle
+
         summary = self._summary(run_id)
         return Handle(self._itself(), run_id, self._agents.get(summary.head.listing.agent or ""))
 
@@ -103,6 +110,8 @@ class Fleet:
 
         Each program that works for the queue declares the same. A queue that nobody declares has no limits but the slots of its workers.
         """
+        from agent_run_ledger.fleet import submitting
+
         declared = submitting.terms(name, concurrency, per_key)
         known = self._queues.setdefault(name, declared)
         if known != declared:
@@ -134,10 +143,14 @@ class Fleet:
 
     def workers(self) -> list[WorkerRecord]:
         """What the workers of this ledger's store said last, in all processes; one that died is there for a day."""
+        from agent_run_ledger.fleet import watching
+
         return watching.workers(self._store)
 
     def stuck(self, after_seconds: float = 300.0) -> list[StuckRun]:
         """The runs that somebody should go on with and that have not got on for so long, each with the reason."""
+        from agent_run_ledger.fleet import watching
+
         return watching.stuck(self._itself(), after_seconds)
 
     def _order(
@@ -150,7 +163,9 @@ class Fleet:
         priority: int,
         delay: float,
         key: str | None,
-    ) -> submitting.Order:
+    ) -> Order:
+        from agent_run_ledger.fleet import submitting
+
         return submitting.order(
             self._registered(agent), args, kwargs,
             run_id=run_id, queue=queue, priority=priority, delay=delay, key=key, ledger=self._itself(),

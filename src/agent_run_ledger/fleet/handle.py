@@ -8,7 +8,7 @@ from agent_run_ledger.agents import Agent, refuse_itself
 from agent_run_ledger.drivers.context import is_in_an_event_loop
 from agent_run_ledger.engine.history import parse
 from agent_run_ledger.errors import InvalidArguments, PayloadErased, RunClosed, RunMoved, RunNotEnded, StoreCorrupt
-from agent_run_ledger.model import RunState
+from agent_run_ledger.words import RunState
 
 if TYPE_CHECKING:
     from agent_run_ledger.ledger import AgentRunLedger

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from agent_run_ledger.drivers import reading
 from agent_run_ledger.engine.history import History, StepHistory, parse
 from agent_run_ledger.errors import InvalidArguments, StoreCorrupt
-from agent_run_ledger.model import RunState, StuckRun, WorkerRecord
+from agent_run_ledger.model import StuckRun, WorkerRecord
 from agent_run_ledger.rules.names import is_account
+from agent_run_ledger.words import RunState
 
 if TYPE_CHECKING:
     from agent_run_ledger.contract import Beat, Head, Store, Summary

@@ -25,9 +25,9 @@ from agent_run_ledger.engine.effects import Result
 from agent_run_ledger.errors import InvalidArguments, LedgerError, StoreError, StoreReadOnly, StoreUnavailable
 from agent_run_ledger.fleet import ending
 from agent_run_ledger.fleet.watching import MOST_RUNNING
-from agent_run_ledger.model import LIBRARY_VERSION
 from agent_run_ledger.redacting import of_this_process, redacted
 from agent_run_ledger.rules.names import check_name
+from agent_run_ledger.words import LIBRARY_VERSION
 from agent_run_ledger.working import awork, is_async, work
 
 if TYPE_CHECKING:

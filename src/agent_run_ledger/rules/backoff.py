@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from agent_run_ledger.model import RetryPolicy
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from agent_run_ledger.model import RetryPolicy
 
 
 def delay(retry: int, policy: RetryPolicy, draw: float, previous: float = 0.0) -> float:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from decimal import Decimal
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from agent_run_ledger.errors import InvalidName
-from agent_run_ledger.model import ACCOUNTS, Budget, SharedLimits
 from agent_run_ledger.rules import money
 from agent_run_ledger.rules.names import check_name
+from agent_run_ledger.words import ACCOUNTS
+
+if TYPE_CHECKING:
+    from agent_run_ledger.model import Budget
 
 ENTRIES_PER_STEP = 20
 """A run that writes many entries but few steps (values, retries, parks) ends at this many entries per allowed step."""
@@ -114,6 +117,8 @@ class Limits(NamedTuple):
             return None
         from datetime import UTC, datetime
 
+        from agent_run_ledger.model import Budget, SharedLimits
+
         deadline = datetime.fromtimestamp(min(self.deadline, _LAST), UTC) if self.deadline is not None else None
         within = tuple(SharedLimits(account) for account in self.within or ())
         return Budget(self.steps, self.tokens, self.usd, self.seconds, deadline, self.notice_at, within)
@@ -156,6 +161,8 @@ def shared_budget(
     Every program that drives such runs declares it; the limits that were declared last hold. Nothing is written here. Raises
     `ValueError` where it limits nothing, and `InvalidName`.
     """
+    from agent_run_ledger.model import Budget, SharedLimits
+
     if "/" in check_name("the budget's name", name):
         raise InvalidName(f"the budget's name {name!r} holds a slash, which stands between name and day")
     if (size := len(name.encode())) > _LONGEST_NAME:
@@ -174,9 +181,8 @@ def shared(given: Budget | None) -> dict[str, Limits]:
     """What a budget declares about those that it is within, by their accounts."""
     within = given.within if given is not None else ()
     assert isinstance(within, tuple)
-    return {
-        each.account: Limits(tokens=each.tokens, usd=each.usd) for each in within if each != SharedLimits(each.account)
-    }
+    terms = {each.account: Limits(tokens=each.tokens, usd=each.usd) for each in within}
+    return {account: limits for account, limits in terms.items() if limits != NO_LIMITS}
 
 
 class Most(NamedTuple):
@@ -247,6 +253,15 @@ def ran_for(limits: Limits, seconds: float) -> str | None:
     if limits.seconds is None or seconds < limits.seconds:
         return None
     return f"it was at work for {seconds:.1f} s, and may be for {limits.seconds:g} s"
+
+
+def used_up(limits: Limits, steps: int, refused: int, entries: int, now: float) -> str | None:
+    """Why no further step may start at `now`, Unix seconds, whatever it may use; or None."""
+    limit, deadline = limits.steps, limits.deadline
+    assert limit is not None
+    if steps + refused < limit and entries < ENTRIES_PER_STEP * limit and (deadline is None or now < deadline):
+        return None  # as nearly always, and asked before every step
+    return steps_spent(limit, steps, refused) or entries_spent(limit, entries) or too_late(deadline, now)
 
 
 def steps_spent(limit: int, steps: int, refused: int) -> str | None:

@@ -34,15 +34,13 @@ def hint(stored: bytes | None, asked: bytes) -> str:
     except Exception:  # one of them is not ours
         return ""
     for pattern, said in ((_ID, "an id: take it from `run.uuid4()`"), (_TIME, "a time: take it from `run.now()`")):
-        if pair is not None and all(pattern.search(write(value)) for value in pair):
+        if pair is not None and all(re.search(pattern, write(value)) for value in pair):
             return f" What differs is {said}, which a replay gives back as it was."
     return ""
 
 
-_ID = re.compile(r"[0-9a-f]{8}-?[0-9a-f]{4}-?[0-9a-f]{4}-?[0-9a-f]{4}-?[0-9a-f]{12}", re.IGNORECASE)
-_TIME = re.compile(
-    r'^1[0-9]{9}([0-9]{3})?(\.[0-9]+)?$|[0-9]{4}-[0-9]{2}-[0-9]{2}([T ][0-9]{2}:[0-9]{2}|")|"\$(datetime|time)"'
-)
+_ID = r"(?i)[0-9a-f]{8}-?[0-9a-f]{4}-?[0-9a-f]{4}-?[0-9a-f]{4}-?[0-9a-f]{12}"
+_TIME = r'^1[0-9]{9}([0-9]{3})?(\.[0-9]+)?$|[0-9]{4}-[0-9]{2}-[0-9]{2}([T ][0-9]{2}:[0-9]{2}|")|"\$(datetime|time)"'
 
 
 def _differing(one: Any, other: Any) -> tuple[Any, Any] | None:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
 from types import CodeType, FunctionType, GenericAlias
-from typing import Any, get_type_hints
+from typing import Any, NamedTuple, get_type_hints
 
 from agent_run_ledger.errors import InvalidArguments
-from agent_run_ledger.model import LIBRARY_VERSION
 from agent_run_ledger.rules import digests
+from agent_run_ledger.words import LIBRARY_VERSION
 
 KEY = "idempotency_key"
 """A parameter of this name is given by the ledger: a step's own key, for the receiver."""
@@ -19,8 +18,7 @@ KEY = "idempotency_key"
 _VARARGS, _VARKEYWORDS, _GENERATOR, _COROUTINE, _ASYNC_GENERATOR = 0x04, 0x08, 0x20, 0x80, 0x200
 
 
-@dataclass(frozen=True, slots=True)
-class Signature:
+class Signature(NamedTuple):
     """What may be given to a function by keyword, and what it is made of."""
 
     names: tuple[str, ...]
@@ -43,7 +41,7 @@ class Signature:
         left = [
             tuple(name for name in some if name not in names) for some in (self.names, self.required, self.positional)
         ]
-        return replace(self, names=left[0], required=left[1], positional=left[2])
+        return self._replace(names=left[0], required=left[1], positional=left[2])
 
 
 def signature(function: Callable[..., Any]) -> Signature:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from agent_run_ledger.errors import IllegalTransition
-from agent_run_ledger.model import Event, RunState
+from agent_run_ledger.words import Event, RunState
 
 _PENDING, _RUNNING, _BLOCKED = RunState.PENDING, RunState.RUNNING, RunState.BLOCKED
 _CHECKPOINTED, _QUARANTINE = RunState.CHECKPOINTED, RunState.QUARANTINE

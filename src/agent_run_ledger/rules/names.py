@@ -5,7 +5,7 @@ from __future__ import annotations
 from keyword import iskeyword
 
 from agent_run_ledger.errors import InvalidName
-from agent_run_ledger.model import ACCOUNTS
+from agent_run_ledger.words import ACCOUNTS
 
 MAX_BYTES = 255
 MAX_IDENTIFIER = 63

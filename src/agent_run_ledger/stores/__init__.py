@@ -48,14 +48,12 @@ def is_address(place: str) -> bool:
     return place.startswith(("postgresql://", "postgres://"))
 
 
-_OTHER_ADDRESS = re.compile(
-    r"\s*([a-z][a-z0-9+.-]+:/|(host|hostaddr|port|dbname|user|password|service)\s*=)", re.IGNORECASE
-)
+_OTHER_ADDRESS = r"\s*([a-z][a-z0-9+.-]+:/|(host|hostaddr|port|dbname|user|password|service)\s*=)"
 
 
 def _refuse_other_addresses(name: str) -> None:
     """Make no file of what is meant as an address, and say nothing of it, for a password may stand in it."""
-    if _OTHER_ADDRESS.match(name):
+    if (":/" in name or "=" in name) and re.match(_OTHER_ADDRESS, name, re.IGNORECASE):
         raise StoreError(
             "this is no path of a file, and no address of a PostgreSQL database as it is spelt here; nothing was opened. An address is "
             "postgresql://user:password@host:port/database; a file that is really called so is ./ and its name."

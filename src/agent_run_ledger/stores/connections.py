@@ -22,6 +22,9 @@ _UNKNOWN = 0
 _PAGES_PER_COMMIT = 3  # the leaf of the table, the leaf of its index, and now and then a page above them
 _LOG_PAGES = 2000  # a longer log makes every commit slower: 2 x at 40,000 pages
 _CHUNK_BYTES = 1 << 20
+_FRAME_BYTES = 24 + PAGE_BYTES  # https://www.sqlite.org/fileformat2.html, 4.1: WAL File Format
+_ROOM_AHEAD = 256
+_FIRST_ROOM = 32  # who makes a few steps and ends needs no more
 _FORK_WAIT_SECONDS = 5.0
 _READERS_WAIT_MS = 500
 _never_closed: list[sqlite3.Connection] = []
@@ -48,6 +51,8 @@ class Connections:
         self.mutex = threading.RLock()  # so that a thread can tell that it is inside already: see `refuse_reentry`
         self.writer: sqlite3.Connection | None = None
         self.log_pages = 0
+        self._log_room = 0
+        """So many pages find their place in the log without its file growing; one page more, and it is given room anew."""
         self.is_closed = False
         self._is_log_whole = True
         """False after a sync that failed: what it should have written may be nowhere but in memory, and no later sync writes it."""
@@ -93,6 +98,7 @@ class Connections:
         self.refuse_moved()
         self._level = _UNKNOWN
         self.log_pages = _LOG_PAGES if self._log_is_long() else 0
+        self._log_room = _FIRST_ROOM
         self.writer = self.database.open_writer()
         self._file = self._file or self._file_at_path()
         return self.writer
@@ -126,7 +132,10 @@ class Connections:
             db = self.ready()
         lock = self.lock
         try:
-            lock.acquire()
+            try:
+                lock.take()
+            except OSError:
+                lock.acquire()
             if level != self._level:
                 self._set_level(db, level)
             is_written = db.execute(statement, values).rowcount == 1
@@ -237,6 +246,10 @@ class Connections:
             except sqlite3.Error as error:  # what was committed stands in the log; the next time it is tried again
                 if is_failed_sync(error):
                     self.failed(error)
+        elif self.log_pages > self._log_room and self._level == FULL:
+            self._log_room = self.log_pages + _ROOM_AHEAD // 2
+            with suppress(sqlite3.Error, OSError):  # then each sync goes on to write down that the file has grown
+                _give_room(db, self.path + "-wal", (self.log_pages + _ROOM_AHEAD) * _FRAME_BYTES)
 
     def is_emptied(self) -> bool:
         """After a failed sync what reads back may be nowhere but in memory: only a synced copy in the file counts."""
@@ -408,6 +421,29 @@ class Connections:
 def is_owned(lock: threading.RLock) -> bool:
     """Whether the calling thread holds this lock."""
     return bool(lock._is_owned())  # type: ignore[attr-defined] # what `threading.Condition` asks it, too
+
+
+def _give_room(db: sqlite3.Connection, path: str, size: int) -> None:
+    """Have the log's file so many bytes long, the new ones zeros: a sync of a file that does not grow takes little more than half the time.
+
+    SQLite reads a log up to the first frame that is none, so zeros say nothing. The transaction, which changes nothing, keeps everybody
+    from writing where the file ends, also those who do not know of the lock file.
+    """
+    db.execute("BEGIN IMMEDIATE")
+    try:
+        log = os.open(path, os.O_RDWR | getattr(os, "O_CLOEXEC", 0))
+        try:
+            end = os.fstat(log).st_size
+            is_given = size <= end
+            try:
+                is_given = is_given or os.pwrite(log, bytes(size - end), end) == size - end
+            finally:
+                if not is_given:  # no zeros shall take what is left of a disk
+                    os.ftruncate(log, end)
+        finally:
+            os.close(log)
+    finally:
+        db.rollback()
 
 
 def _empty_log(db: sqlite3.Connection) -> bool:

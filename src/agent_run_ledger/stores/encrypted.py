@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any, cast
 
 from agent_run_ledger.contract import (
@@ -216,7 +215,7 @@ class EncryptedStore:
         self._ciphers[run_id] = cipher
 
     def _plain_lease(self, lease: Lease) -> Lease:
-        return replace(lease, secret=self._plain(lease.run_id, lease.secret))
+        return lease._replace(secret=self._plain(lease.run_id, lease.secret))
 
     # --- pieces -------------------------------------------------------------------------------------------------------
 
@@ -245,7 +244,7 @@ class EncryptedStore:
                 opened = cipher.open(base64.b64decode(note.removeprefix(_NOTED)), b"note").decode()
         except (KeyUnavailable, StoreCorrupt, ValueError):
             opened = _HIDDEN_NOTE
-        return replace(head, note=opened)
+        return head._replace(note=opened)
 
 
 def _sealed_request(cipher: RunCipher, request: Request) -> Request:

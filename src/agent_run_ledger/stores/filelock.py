@@ -30,6 +30,10 @@ if sys.platform == "win32":
             raise StoreUnavailable(_no_locks(path, error)) from error
         return True
 
+    def locking(fd: int) -> Callable[[], object] | None:
+        """What takes the lock at once or raises an `OSError`; None where it takes more than one call into C."""
+        return None
+
     def unlocking(fd: int) -> Callable[[], object]:
         """What gives the lock back, and does nothing where it is not held."""
 
@@ -57,6 +61,10 @@ else:
             raise StoreUnavailable(_no_locks(path, error)) from error
         return True
 
+    def locking(fd: int) -> Callable[[], object] | None:
+        """What takes the lock at once or raises an `OSError`; None where it takes more than one call into C."""
+        return functools.partial(fcntl.flock, fd, _TRY)
+
     def unlocking(fd: int) -> Callable[[], object]:
         """What gives the lock back, and does nothing where it is not held: a call into C, which nothing interrupts."""
         return functools.partial(fcntl.flock, fd, fcntl.LOCK_UN)
@@ -72,8 +80,10 @@ class WriteLock:
     lock that cannot happen. It is also the queue of the writers, so that SQLite's own busy handler is hardly ever needed.
     """
 
-    __slots__ = ("_fd", "_path", "busy_seconds", "release")
+    __slots__ = ("_fd", "_path", "busy_seconds", "release", "take")
 
+    take: Callable[[], object]
+    """Take the lock if it is free. Whatever it raises, `acquire` waits for the lock or says what is wrong."""
     release: Callable[[], object]
     """Give the lock back; nothing happens where it is not held, so it may stand in the `finally` of its `acquire`."""
 
@@ -81,7 +91,7 @@ class WriteLock:
         self._path = path
         self._fd = -1
         self.busy_seconds = busy_seconds
-        self.release = _nothing
+        self.take, self.release = self.acquire, _nothing
 
     def acquire(self) -> None:
         """Wait for the lock, at most `busy_seconds`; `StoreBusy` after that. Who has it already keeps it."""
@@ -89,6 +99,7 @@ class WriteLock:
             fd = self._open()
             self.release = unlocking(fd)
             self._fd = fd
+            self.take = locking(fd) or self.acquire
         if not try_lock(self._fd, self._path):
             self._wait()
 
@@ -106,7 +117,7 @@ class WriteLock:
 
     def close(self) -> None:
         """Let go of the file without unlocking it: an unlock in a forked child would drop its parent's lock."""
-        fd, self._fd, self.release = self._fd, -1, _nothing
+        fd, self._fd, self.take, self.release = self._fd, -1, self.acquire, _nothing
         if fd >= 0:
             os.close(fd)
 

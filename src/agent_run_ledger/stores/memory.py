@@ -6,7 +6,7 @@ import json
 import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from agent_run_ledger.contract import (
@@ -280,7 +280,7 @@ class MemoryStore:
                     run.rows[anew.seq - 1] = before._replace(payload=anew.payload)
             for first, last in erasure.requests:
                 asked = run.requests[first - 1 : last]
-                run.requests[first - 1 : last] = [replace(each, payload=b"{}", who="") for each in asked]
+                run.requests[first - 1 : last] = [each._replace(payload=b"{}", who="") for each in asked]
             if erasure.secret:
                 run.secret = b""
             run.note = None

@@ -12,11 +12,12 @@ import time
 from agent_run_ledger.errors import StoreError, StoreReadOnly, StoreUnavailable
 from agent_run_ledger.stores.filelock import try_lock
 
-_PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
+_PLAIN = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_.-")
+_LONGEST_NAME = 200
 _LONGEST_PAUSE_SECONDS = 0.1
 
 # What may be the disk of another machine: a lock there, or its absence, proves nothing about a process here.
-_REMOTE = re.compile(
+_REMOTE = (
     "9p|acfs|afs|beegfs|ceph|cifs|coda|davfs|gfs2|glusterfs|gpfs|lustre|ncpfs|nfs|nfs4|ocfs2|orangefs|panfs|prl_fs|pvfs2|"
     "smb3|smbfs|vboxsf|virtiofs|vmhgfs|fuse.*"
 )
@@ -124,7 +125,8 @@ class Owners:
         return owners
 
     def _path(self, owner: str) -> str:
-        if _PLAIN_NAME.fullmatch(owner) and not owner.startswith("sha256_"):
+        is_plain = 0 < len(owner) <= _LONGEST_NAME and owner[0] not in ".-" and _PLAIN.issuperset(owner)
+        if is_plain and not owner.startswith("sha256_"):
             return os.path.join(self.folder, owner)
         import hashlib
 
@@ -166,7 +168,7 @@ def _is_local(folder: str) -> bool:
     with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as file:
         mounts = file.read()
     kind = file_system_of(folder, mounts)
-    return kind is not None and _REMOTE.fullmatch(kind) is None
+    return kind is not None and re.fullmatch(_REMOTE, kind) is None
 
 
 def file_system_of(path: str, mountinfo: str) -> str | None:

@@ -31,6 +31,7 @@ _TABLES = {
     3: "CREATE TEMP TABLE boots (boot, ahead, reached, news); CREATE TEMP TABLE workers (worker, said, beat);",
 }
 
+_FOLDER = os.path.dirname(__file__)
 _LOG_LIMIT_BYTES = 8 * 1024 * 1024
 _FULL = 2
 _JOURNAL_MAGIC = bytes.fromhex("d9d505f920a163d7")  # https://www.sqlite.org/fileformat2.html, 3: The Rollback Journal
@@ -38,11 +39,18 @@ _JOURNAL_MAGIC = bytes.fromhex("d9d505f920a163d7")  # https://www.sqlite.org/fil
 
 def load_migrations() -> list[str]:
     """The scripts of `migrations`, in order: the n-th brings a file from version n-1 to version n."""
-    from importlib.resources import files
+    names = sorted(name for name in os.listdir(os.path.join(_FOLDER, "migrations")) if name.endswith(".sql"))
+    return [_read("migrations", name) for name in names]
 
-    folder = files("agent_run_ledger.stores") / "migrations"
-    scripts = sorted((file for file in folder.iterdir() if file.name.endswith(".sql")), key=lambda file: file.name)
-    return [script.read_text(encoding="utf-8") for script in scripts]
+
+def load_whole() -> str:
+    """What all migrations make of an empty file, in one script that makes each thing once: a new file takes a quarter of the time."""
+    return _read("schema.sql")
+
+
+def _read(*path: str) -> str:
+    with open(os.path.join(_FOLDER, *path), encoding="utf-8") as script:
+        return script.read()
 
 
 class Database:
@@ -113,7 +121,7 @@ class Database:
         try:
             connection = self._connect(":memory:", uri=False)
             try:
-                for script in self._scripts()[:version]:
+                for script in self._known_migrations()[:version]:
                     connection.executescript(script)
                 return objects(connection)
             finally:
@@ -275,7 +283,7 @@ class Database:
         version = 0 if self._is_new(connection) else self._known_version(connection)
         if version == self._version:
             return
-        scripts = self._scripts()[version:]
+        scripts = self._scripts(version)
         if version:
             self._back_up(connection, version)
         connection.execute(f"PRAGMA synchronous={_FULL}")
@@ -316,7 +324,11 @@ class Database:
             finally:
                 os.close(folder)
 
-    def _scripts(self) -> Sequence[str]:
+    def _scripts(self, version: int) -> Sequence[str]:
+        """What brings a file of this version, 0 for a new one, up to date."""
+        return [load_whole()] if version == 0 and self._migrations is None else self._known_migrations()[version:]
+
+    def _known_migrations(self) -> Sequence[str]:
         return load_migrations() if self._migrations is None else self._migrations
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Sequence
-from glob import escape, glob
 from typing import TYPE_CHECKING
 
 from agent_run_ledger.contract import SECRET_BYTES, Erasure, Row, Tombstone
@@ -111,6 +110,8 @@ class Erasing:
         except StoreError as error:
             pending = [f"the database could not be rewritten, so free pages and its log may hold erased bytes: {error}"]
         kinds = (".v*.backup", ".replaced-*", ".*.unfinished")
+        from glob import escape, glob
+
         copies = sorted(each for kind in kinds for each in glob(escape(self._files.path) + kind))
         return pending + [_COPY.format(copy) for copy in copies]
 

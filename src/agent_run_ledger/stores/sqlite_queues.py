@@ -10,7 +10,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
-from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from agent_run_ledger.contract import Beat, Lease, Listing, QueueTerms, Row
@@ -23,6 +22,8 @@ from agent_run_ledger.stores.sqlite_log import Log
 from agent_run_ledger.stores.timeline import Timeline
 
 if TYPE_CHECKING:
+    from queue import SimpleQueue
+
     from agent_run_ledger.contract import Clock
 
 _FORGOTTEN_SECONDS = 86_400.0
@@ -128,6 +129,8 @@ class News:
     def wait(self, seconds: float) -> bool:
         """Whether there was news since this thread waited last, within so many seconds."""
         give_up = time.monotonic() + seconds
+        from queue import Empty, SimpleQueue
+
         bell = SimpleQueue[None]()
         self._waiting.append(bell)
         try:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from agent_run_ledger import AgentRunLedger
 from agent_run_ledger.contract import Row
 from agent_run_ledger.errors import IllegalTransition
-from agent_run_ledger.model import RunState
+from agent_run_ledger.words import RunState
 from support.chaos import outside
 from support.chaos.arenas import Arena
 from support.chaos.checker import Evidence, judge, overtaken

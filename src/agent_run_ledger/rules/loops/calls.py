@@ -19,9 +19,14 @@ RECENT = 6
 
 
 class Asked:
-    """What is asked for: a tool and its arguments."""
+    """What is asked for: a tool and its arguments. What is worked out of them is worked out when it is needed, once."""
 
-    __slots__ = ("_fields", "_floats", "_words", "input", "key", "text", "tool")
+    _key: str | None = None
+    _fields: wording.Fields | None = None
+    _names: list[str] | None = None
+    _letters: str | None = None
+    _words: dict[str, int] | None = None
+    _floats: Sequence[float] | None = None
 
     def __init__(self, tool: str, input: str, text: str | None) -> None:
         self.tool = tool
@@ -29,11 +34,17 @@ class Asked:
         """Equal for equal arguments, such as their digest."""
         self.text = text
         """The canonical arguments; None where they are too long to be looked at, or erased."""
-        self.key = input if text is None else wording.steady_arguments(text)
+
+    @property
+    def key(self) -> str:
         """Equal for arguments that differ at most in case, in spaces, and in fields which, by their names, differ in every call."""
-        self._fields: wording.Fields | None = None
-        self._words: dict[str, int] | None = None
-        self._floats: Sequence[float] | None = None
+        if self._key is None:
+            if self.text is None:
+                self._key = self.input
+            else:
+                self._names = wording.names(self.text)
+                self._key = wording.steady_arguments(self.text, self._names)
+        return self._key
 
     def is_again(self, other: Asked) -> bool:
         """Whether it is the same question."""
@@ -43,13 +54,26 @@ class Asked:
         """Whether it asks about the same in other words, and not for the next of many things."""
         if self.text is None or other.text is None:
             return False
-        return wording.is_reworded(self._fields or self._in_fields(), other._fields or other._in_fields())
+        mine = self._letters if self._letters is not None else self._spell()
+        its = other._letters if other._letters is not None else other._spell()
+        if (
+            mine and its and mine != its and self._names == other._names
+        ):  # dozens of times at a step, where all answers are equal
+            return False
+        return wording.is_reworded(self._in_fields(), other._in_fields())
 
     def replaces(self, other: Asked) -> bool:
         """Whether it is about something else than the other, within the same frame of words."""
         if self.text is None or other.text is None:
             return False
         return wording.is_replaced(self._in_fields(), other._in_fields())
+
+    def _spell(self) -> str:
+        text = self.text or ""
+        if self._names is None:
+            self._names = wording.names(text)
+        self._letters = wording.letters(text, self._names)
+        return self._letters
 
     def _in_fields(self) -> wording.Fields:
         if self._fields is None:
@@ -92,10 +116,15 @@ class Asked:
 class Call(Asked):
     """One call and how it ended."""
 
-    __slots__ = (
-        "_bare", "_complaint", "_pieces", "_transient", "answer", "is_error", "is_known", "is_like_last", "is_thought",
-        "may_repeat", "number", "outcome", "write",
-    )  # fmt: skip
+    is_known: bool | None = None
+    """Whether it told nothing that the calls before it had not told: set by whoever has compared it with those."""
+    is_like_last: bool | None = None
+    """Whether it asked nearly the same as the step before it and was told the same: set by whoever has compared them."""
+    _error: bool | None = None
+    _bare: bool | None = None
+    _transient: bool | None = None
+    _pieces: list[str] | None = None
+    _complaint: str | None = None
 
     def __init__(
         self,
@@ -110,27 +139,26 @@ class Call(Asked):
         write: bool | None = None,
         is_thought: bool = False,
     ) -> None:
-        super().__init__(tool, input, text)
         self.number = number
         """The step's number, from 1."""
+        self.tool, self.input, self.text = tool, input, text
         self.outcome = outcome
         """Equal for equal outputs, and for errors of equal type and message."""
         self.answer = answer
         """The output, as it is where it is a text and else as canonical JSON, or `Type: message` of the error; None as for `text`."""
-        self.is_error = is_error or (answer is not None and wording.is_error_text(answer))
+        self.has_raised = is_error
         self.may_repeat = may_repeat
         self.write = write
         """Whether it changed something; None where nobody says."""
         self.is_thought = is_thought
         """Whether it is the call of a model, which thinks about the steps and takes none."""
-        self.is_known = False
-        """Whether it told nothing that the calls before it had not told: set by whoever has seen those."""
-        self.is_like_last: bool | None = None
-        """Whether it asked nearly the same as the step before it and was told the same: set by whoever has compared them."""
-        self._bare: bool | None = None
-        self._transient: bool | None = None
-        self._pieces: list[str] | None = None
-        self._complaint: str | None = None
+
+    @property
+    def is_error(self) -> bool:
+        """Whether it failed, or returned an error as its output."""
+        if self._error is None:
+            self._error = self.has_raised or (self.answer is not None and wording.is_error_text(self.answer))
+        return self._error
 
     @property
     def is_transient(self) -> bool:
@@ -201,14 +229,14 @@ class Call(Asked):
         It asks again and is answered again, if only in other words that have all been said; or it asks the same tool in other words and
         the answer is known; or it fails as another one did, whatever was asked and of whom.
         """
-        if self.may_repeat:
+        if self.may_repeat or not earlier:
             return False
         outcome, tool, key, is_error = self.outcome, self.tool, self.key, self.is_error
         may_be_known = is_error or not self.is_bare
         long_ago = [call for call in earlier[:-RECENT] if call.outcome == outcome]
         again: list[Call] = []
         for call in reversed([*long_ago, *earlier[-RECENT:]]):
-            if tool == call.tool and (self.input == call.input or key == call.key):
+            if tool == call.tool and (self.input == call.input or key == (call._key or call.key)):
                 if self.repeats(call):
                     return True
                 again.append(call)

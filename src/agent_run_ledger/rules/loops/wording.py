@@ -17,15 +17,15 @@ words = re.compile(r"\w+").findall
 
 # --- names of what differs in every call ------------------------------------------------------------------------------
 
-_VOLATILE = re.compile(
+# The longer patterns are compiled when a text is first looked at, which costs a process a millisecond: many never look at one.
+_VOLATILE = (
     r"(?:x[-_]?)?(?:request|req|trace|span|parent|correlation|client|invocation|operation|call|tool[-_]?call|message|session|run)"
     r"[-_]?(?:id|uuid|guid|token)"
     r"|idempotency[-_]?key|nonce|uuid|guid|etag"
     r"|(?:\w+[-_])?(?:timestamp|ts)|\w+[-_]at|(?:\w+[-_])?(?:ms|millis|elapsed|duration|latency|took)"
-    r"|(?:server|client|current|local|system)[-_]?time|(?:attempt|retry)(?:[-_]?(?:number|no|count))?|attempts|retries",
-    re.IGNORECASE,
+    r"|(?:server|client|current|local|system)[-_]?time|(?:attempt|retry)(?:[-_]?(?:number|no|count))?|attempts|retries"
 )
-_ID = re.compile(r"(?:\w+[-_])?(?:id|number|ref|reference|confirmation(?:[-_]code)?)_?", re.IGNORECASE)
+_ID = r"(?:\w+[-_])?(?:id|number|ref|reference|confirmation(?:[-_]code)?)_?"
 _IN_A_SENTENCE = frozenset({"request", "req", "trace", "id", "line", "attempt", "pid", "port", "ref"})
 
 
@@ -33,13 +33,13 @@ _IN_A_SENTENCE = frozenset({"request", "req", "trace", "id", "line", "attempt", 
 def is_volatile(name: str) -> bool:
     """Whether a field of this name tells one call from the next and nothing else. Values are never looked at."""
     spelt = f"{name[:-2]}_{name[-2:]}" if name[-2:] in ("At", "Id") else name  # createdAt is created_at
-    return _VOLATILE.fullmatch(spelt) is not None
+    return re.fullmatch(_VOLATILE, spelt, re.IGNORECASE) is not None
 
 
 @lru_cache(maxsize=1024)
 def is_fresh(name: str) -> bool:
     """Whether a field of this name is volatile, or is new in the answer of every write: its id, which a sentence calls `#481`."""
-    return name == "#" or is_volatile(name) or _ID.fullmatch(name) is not None or name.endswith("Id")
+    return name == "#" or is_volatile(name) or name.endswith("Id") or re.fullmatch(_ID, name, re.I) is not None
 
 
 def is_volatile_in_error(name: str) -> bool:
@@ -48,13 +48,18 @@ def is_volatile_in_error(name: str) -> bool:
 
 
 _NAMES = re.compile(r'"([\w-]+)":')
-_FIELD = re.compile(r'"([\w-]+)":(?:"(?:[^"\\]|\\.)*"|[^][{},]+),?')
+_FIELD = r'"([\w-]+)":(?:"(?:[^"\\]|\\.)*"|[^][{},]+),?'
 
 
-def steady_arguments(text: str) -> str:
+def names(text: str) -> list[str]:
+    """The names of the fields of canonical arguments, as they stand one after the other."""
+    return _NAMES.findall(text)
+
+
+def steady_arguments(text: str, named: Sequence[str]) -> str:
     """Canonical arguments without case, runs of spaces, and the fields that are known, by name, to differ in every call."""
-    if any(map(is_volatile, _NAMES.findall(text))):
-        text = _FIELD.sub(_keep_unless_volatile, text)
+    if any(map(is_volatile, named)):
+        text = re.sub(_FIELD, _keep_unless_volatile, text)
     return " ".join(text.casefold().split())
 
 
@@ -86,13 +91,26 @@ def fields(text: str) -> Fields:
     return found
 
 
+_MARKS = str.maketrans("", "", "\"'`.,;:!?()[]{}")
+
+
+def letters(text: str, named: Sequence[str]) -> str:
+    """What is left of flat canonical arguments none of whose values has a space in it, without case and marks; empty for others.
+
+    Where the letters of two differ, and what their fields are `named` does not, neither is a rewording of the other: a value is one word.
+    """
+    if not text.isascii() or " " in text or "[" in text or text.count("{") != 1 or text.count('":') != len(named):
+        return ""
+    return text.casefold().translate(_MARKS)
+
+
 def is_reworded(one: Fields, other: Fields) -> bool:
     """Whether two questions are about the same: more than half of the words of every field that changed are in both.
 
     What stands between spaces is a word here. So a name, a path or a number is either the same or another one, and a call for the next
     of them is no rewording. Nor is what `is_replaced`.
     """
-    for place, (value, mine) in one.items():  # the one loop that is gone through for dozens of calls at every step
+    for place, (value, mine) in one.items():
         its = other.get(place)
         if its is not None and its[0] != value:
             shared, fewer = len(mine & its[1]), min(len(mine), len(its[1]))
@@ -168,7 +186,7 @@ def complaint(text: str, asked: str) -> str:
 
 # --- what kind of answer it is ----------------------------------------------------------------------------------------
 
-_TRANSIENT = re.compile(
+_TRANSIENT = (
     r"\b(?:408|425|429|50[0234]|52[0-9])\b|timed[ -]?out|time-?out|too many requests|rate.?limit|temporar|unavailable|overloaded"
     r"|connection ?(?:reset|refused|aborted)|broken ?pipe|try again later"
 )
@@ -177,7 +195,7 @@ _READ_OF_AN_ERROR = 400
 
 def is_transient(error: str) -> bool:
     """Whether an error says that the same call may well succeed a moment later: 429, 5xx, timeouts, connections."""
-    return _TRANSIENT.search(error[:_READ_OF_AN_ERROR].lower()) is not None
+    return re.search(_TRANSIENT, error[:_READ_OF_AN_ERROR].lower()) is not None
 
 
 _ERROR_TEXT = re.compile(r"""\s*(?:[{]\s*["']error["']|error\b|exception\b|traceback\b|fatal\b)""", re.IGNORECASE)
