@@ -825,6 +825,7 @@ def module_table() -> str:
                 "catalogue.py",
                 "proving.py",
                 "heads.py",
+                "late.py",
                 "verifying.py",
                 "signing.py",
                 "testing",

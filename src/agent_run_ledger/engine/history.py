@@ -272,6 +272,13 @@ class StepHistory:
         self.token = body["token"]
         self.version = row.seq
 
+    @property
+    def is_kept(self) -> bool:
+        """Whether all that is recorded of it is in memory, but for what was erased."""
+        outcome = self.outcome or self.earlier
+        is_outcome_kept = outcome is None or outcome.payload is not None or outcome.digest is None
+        return is_outcome_kept and (self.arguments is not None or self.digest is None)
+
     def let_go_of_long(self) -> None:
         """The program has the outcome: of what is long only the digests stay in memory."""
         if self.arguments is not None and len(self.arguments) > KEPT_BYTES and self.digest is not None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 
 from agent_run_ledger.contract import Request
 from agent_run_ledger.engine.history import History, StepHistory
@@ -111,6 +112,8 @@ class LiveRun:
         self.deaths = 0
         """How many of its owners died, or lost it, since its last entry was written."""
         self.replayed = 0
+        self.before_change: Callable[[], None] | None = None
+        """Who wants to see the log once more as it is, before the next entry is taken in."""
         self.turns: Turns | None = None
         """The order in which outcomes are handed out, where calls run side by side in an event loop."""
         self.is_begun = True
@@ -390,6 +393,10 @@ class LiveRun:
 
     def absorb(self, sealed: list[Sealed]) -> None:
         """The store has taken these entries."""
+        if self.before_change is not None:
+            look, self.before_change = self.before_change, None
+            with suppress(Exception):  # then whoever looks later is told
+                look()
         history, made = self.history, self.made
         self.deaths = 0
         for row, body in sealed:
