@@ -75,7 +75,7 @@ def page(tables: Sequence[Table], facts: dict[str, Any]) -> str:
             "",
             "<!-- Written by `make bench`: change benchmarks/, not this page. -->",
             "",
-            f"Written by `make bench`: one run on one machine, commit `{facts['commit']}`, {facts['when']}.",
+            f"Written by `make bench`: one run on one machine, commit {facts['commit']}, {facts['when']}.",
             "Where the time goes, and what each guarantee costs: [what a step costs](explanation/what-a-step-costs.md).",
             "",
             *(["**A quick run**: short counts, good for a look and nothing else.", ""] if facts["is_quick"] else []),
@@ -115,7 +115,8 @@ METHOD = """\
 a server) on one connection: the least that a log with two commits a step can do. Every subject, the floor too, is a process of its
 own, all on the same interpreter. They take turns: in each round every subject makes a burst of steps, between two bursts of
 the floor. A ratio is that of one burst to the floors before and after it; told is the median over the rounds. The half of a
-subject's bursts counts whose floors were the quickest. Each peer is called as its documentation shows, with the settings that it comes
+subject's bursts counts whose floors were the quickest. *p50* and *p99* are those of single steps, *of F* is such a ratio and *from* and *to*
+are its quartiles; *of our step* is a row by the first row of ours, burst by burst. Each peer is called as its documentation shows, with the settings that it comes
 with unless a table says otherwise; the last column says which they are, and what a step survives at them once it is over.
 """
 

@@ -35,7 +35,7 @@ def throughput(bench: Bench, level: str, durability: str, title: str) -> Table:
         f"throughput-{durability}",
         title,
         "Steps a second of one process, on the disk. Each run makes its steps one after the other, of an async function that costs nothing."
-        " Medians of rounds in which all take turns. `of the probe` is the rate by that of the bare probe beside it: two rows for each step, in"
+        " Medians of rounds in which all take turns. *of the probe* is the rate by that of the bare probe beside it: two rows for each step, in"
         " transactions of as many rows as there are runs.",
         {"steps/s": 0, "µs a step": 1, "of the probe": 3},
     )

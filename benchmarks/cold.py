@@ -31,9 +31,9 @@ def measure(bench: Bench) -> Iterator[Table]:
     table = Table(
         "cold",
         "A fresh process",
-        "Each library in an environment that holds it and what it needs; ours from the wheel of this checkout. `import` is the statement that its"
-        " documentation begins with, measured inside; `first step` is from the start of the process until its first durable step is recorded,"
-        " less the same of a process that only says a line; `peak` is the most memory that the process had until then. Medians of processes that"
+        "Each library in an environment that holds it and what it needs; ours from the wheel of this checkout. *import* is the statement that its"
+        " documentation begins with, measured inside; *first step* is from the start of the process until its first durable step is recorded,"
+        " less the same of a process that only says a line; *peak* is the most memory that the process had until then. Medians of processes that"
         " take turns; all of them ran before, so that bytecode is there.",
         {"import ms": 2, "first step ms": 1, "peak MiB": 1},
     )

@@ -17,8 +17,8 @@ def measure(bench: Bench) -> Iterator[Table]:
     table = Table(
         "long-values",
         f"{steps:,} steps with long outputs",
-        "One process makes the run, another replays it. `kept` is what the interpreter's allocator holds for Python's objects at the end beyond"
-        " what it held after the ledger was opened (tracemalloc, in a replay of its own, since tracing slows a program down); `peak` is the"
+        "One process makes the run, another replays it. *kept* is what the interpreter's allocator holds for Python's objects at the end beyond"
+        " what it held after the ledger was opened (tracemalloc, in a replay of its own, since tracing slows a program down); *peak* is the"
         " most memory of the process, interpreter and SQLite's cache included.",
         {"made, peak MiB": 1, "replayed, peak MiB": 1, "kept MiB": 2, "kept bytes a step": 0, "replay µs a step": 1},
     )

@@ -8,12 +8,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from asynchronous import rate
 from harness import Bench, NotMeasured, floor_cost, in_turns
 from servers import VARIABLE, Databases, databases
-from steps import ABOUT, ASYNC, COLUMNS, READ, STEP, fill
+from steps import ASYNC, COLUMNS, READ, STEP, fill
 from tables import Row, Table
 
 FLOOR = (
-    f"The server is the embedded PostgreSQL with its own settings and `fsync` on, reached by its socket (`{VARIABLE}` names another). F is one"
-    " `INSERT` of some 400 bytes and one `UPDATE` of a head by its key, two commits of prepared statements."
+    f"The server is the embedded PostgreSQL with its own settings and fsync on, reached by its socket (the variable {VARIABLE} names another). F is one"
+    " `INSERT` of some 400 bytes and one `UPDATE` of a head by its key, two commits of prepared statements. Each step is one of a trivial function, one after the other in one run."
 )
 Programs = Mapping[str, tuple[str, Sequence[str]]]
 FULL: Programs = {
@@ -32,11 +32,11 @@ def measure(bench: Bench) -> Iterator[Table]:
     with databases() as made:
         bench.versions["postgres"] = str(made)
         title = "A step on PostgreSQL"
-        yield steps(bench, made, Table("postgres-full", f"{title}, synced", f"{ABOUT} {FLOOR}", COLUMNS), "FULL", FULL)
+        yield steps(bench, made, Table("postgres-full", f"{title}, synced", FLOOR, COLUMNS), "FULL", FULL)
         yield steps(
             bench,
             made,
-            Table("postgres-process", f"{title}, not synced", f"{ABOUT} {FLOOR}", COLUMNS),
+            Table("postgres-process", f"{title}, not synced", FLOOR, COLUMNS),
             "NORMAL",
             PROCESS,
         )

@@ -52,8 +52,8 @@ def resumed(bench: Bench) -> Table:
     table = Table(
         "resume",
         "Taking up a run whose process died",
-        "A fresh process for each figure, with a copy of a run that was killed; medians. `ms` counts from when all modules are loaded (the same"
-        " was done before to another ledger), `with imports` from the interpreter's first line. The next commit is synced.",
+        "A fresh process for each figure, with a copy of a run that was killed; medians. *ms* counts from when all modules are loaded (the same"
+        " was done before to another ledger), *with imports* from the interpreter's first line. The next commit is synced.",
         {"ms": 2, "of the probe": 2, "with imports": 1, "peak MiB": 1},
     )
     counts = {45: 5, 10_000: 3} if bench.is_quick else {45: 25, 10_000: 9, 100_000: 3}
@@ -88,7 +88,7 @@ def replayed(bench: Bench) -> Table:
         "replay",
         f"Replaying a run of {count:,} steps",
         "A fresh process runs the program again from its first step; every call is answered from the log. Opening the ledger and reading the"
-        " run are in `ms` and not in `µs a step`.",
+        " run are in *ms* and not in *µs a step*.",
         {"ms": 1, "µs a step": 2, "peak MiB": 1},
     )
     for what, name in REPLAYS.items():

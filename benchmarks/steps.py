@@ -20,11 +20,7 @@ CHOWKI, LANGGRAPH, TASK, DBOS, BURR, NAIVE = (
 Wants = Mapping[str, Sequence[Wanted]]
 COLUMNS = {"p50 µs": 1, "p99 µs": 1, "of F": 2, "from": 2, "to": 2, "of our step": 2}
 
-ABOUT = (
-    "One step of a trivial function, one after the other in one run. A subject's `p50` and `p99` are those of its steps, `of F` is the"
-    " median of their medians by the floor around them, `from` and `to` are the quartiles of that, `of our step` is the row by the first"
-    " row of ours, burst by burst."
-)
+ABOUT = "One step of a trivial function, one after the other in one run."
 
 
 def measure(bench: Bench) -> Iterator[Table]:
@@ -67,8 +63,8 @@ def unsynced(bench: Bench) -> Table:
         Table(
             "steps-process",
             "A step that survives the process, not the machine",
-            f"{ABOUT} On the disk; no commit waits for it. LangGraph, DBOS and Burr come with synced commits; here their connection was set"
-            " to the level that ours has in `process`.",
+            f"{ABOUT} On the disk; no commit waits for it. LangGraph, DBOS and Burr come with synced commits; here their connection"
+            " was set to what ours has in `process`: WAL and `NORMAL`.",
             COLUMNS,
         ),
         bench.disk,

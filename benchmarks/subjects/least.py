@@ -35,14 +35,14 @@ def main(path: str) -> None:
     db = store._files.ready()
     db.execute("PRAGMA synchronous=NORMAL")
     lock = open(path + ".lock", "rb")  # noqa: SIM115 - as long as the process
-    canonical, body_of = compact.encoder(sort_keys=True), compact.encoder(sort_keys=False)
+    sorted_pieces, pieces = compact.encoder(sort_keys=True), compact.encoder(sort_keys=False)
     decode = json.JSONDecoder().raw_decode
     number = 0
 
     def write(kind: str, position: str, said: dict[str, object], payload: bytes, fingerprint: bytes | None) -> None:
         nonlocal frontier, size
         head = {"run": run_id, "seq": size + 1, "kind": kind, "at": time.time(), "token": token}
-        body = body_of(head | said | {"payload": sha256(secret + payload).hexdigest()}).encode()
+        body = "".join(pieces(head | said | {"payload": sha256(secret + payload).hexdigest()}, 0)).encode()
         frontier, roots = merkle.append(frontier, size, sha256(b"\x00" + body).digest())
         size += 1
         row = Row(size, kind, position, 1, body, roots, payload, sha256(payload).digest(), fingerprint)
@@ -54,14 +54,14 @@ def main(path: str) -> None:
         nonlocal number
         number += 1
         position = f"{number}"
-        stored = canonical({"invoice_id": INVOICE, "n": number}).encode()
+        stored = "".join(sorted_pieces({"invoice_id": INVOICE, "n": number}, 0)).encode()
         key = sha256(b"\x00".join((secret, run_id.encode(), position.encode(), TOOL.encode(), stored))).hexdigest()
         intent = {
             "state": "RUNNING", "steps": number, "position": position, "attempt": 1, "step": number, "tool": TOOL, "key": key,
             "environment": "0123456789abcdef 0.1.0 python 3.11", "left": 3, "step_state": "RUNNING",
         }  # fmt: skip
         write("intent", position, intent, stored, sha256(TOOL.encode() + b"\x00" + sha256(stored).digest()).digest())
-        output = canonical(OUTPUT).encode()
+        output = "".join(sorted_pieces(OUTPUT, 0)).encode()
         outcome = {
             "state": "CHECKPOINTED", "steps": number, "position": position, "attempt": 1, "step": number, "ok": "completed", "left": 3,
             "step_state": "COMPLETED",

@@ -2,7 +2,7 @@
 
 A super-step is timed from the call of its node to the next one: the node's writes, the checkpoint with the whole state and the choice
 of the next node, all committed before the next node is called (`durability="sync"`). A task is timed from its call to its result, which
-is written to the checkpoint by then or soon after; completed tasks are not called again when the run is resumed.
+a thread writes to the checkpoint meanwhile or soon after; completed tasks are not called again when the run is resumed.
 """
 
 from __future__ import annotations
@@ -154,6 +154,8 @@ async def side_by_side(place: str, synchronous: str, runs: int, count: int) -> f
 def main(place: str, synchronous: str | None = None, *options: str) -> None:
     saver, promise = saver_for(place, synchronous)
     names = ("langgraph", f"langgraph-checkpoint-{'postgres' if '://' in place else 'sqlite'}")
+    if "task" in options:
+        promise += ", once a thread has written it: the result does not wait"
     introduce(" with ".join(f"{name} {version(name)}" for name in names), promise)
     if "task" in options:
         tasks(saver)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _parse = json.JSONDecoder().raw_decode  # bodies have no white space around them, which is what `decode` looks for first
 _STATES = {str(state): state for state in RunState}
 
-_AT_WORK = frozenset({RunState.RUNNING, RunState.CHECKPOINTED})
+AT_WORK = frozenset({RunState.RUNNING, RunState.CHECKPOINTED})
 
 _ASIDES = frozenset({"asked", "answered", "waiting", "signal", "declined", "resolved", "released"})
 
@@ -487,7 +487,7 @@ class History:
         self.frontier.append(row.roots[-32:])
         self.size = row.seq
         at: float = body["at"]
-        if self.state in _AT_WORK and body["token"] == self.token and at > self.last_at:
+        if self.state in AT_WORK and body["token"] == self.token and at > self.last_at:
             self.worked += at - self.last_at
         self.last_at = at
         self.state = _STATES[body["state"]]
@@ -686,7 +686,7 @@ class History:
 
     def at_work(self, now: float) -> float:
         """Seconds in which its program was at work, if it still is."""
-        return self.worked + (max(0.0, now - self.last_at) if self.state in _AT_WORK else 0.0)
+        return self.worked + (max(0.0, now - self.last_at) if self.state in AT_WORK else 0.0)
 
     def is_missed(self, position: str) -> bool:
         """Whether it is recorded that the program was interrupted in this call."""

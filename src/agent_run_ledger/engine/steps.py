@@ -9,7 +9,7 @@ from agent_run_ledger.engine import admission, attempts, breaking, charging, out
 from agent_run_ledger.engine.call import Call, LeftBehind
 from agent_run_ledger.engine.deciding import insist, leave
 from agent_run_ledger.engine.effects import AwaitLate, Commit, Draw, Fetch, Flow, GiveBack, Moment, Plan, Turn
-from agent_run_ledger.engine.history import Outcome, StepHistory
+from agent_run_ledger.engine.history import AT_WORK, Outcome, StepHistory
 from agent_run_ledger.engine.identity import difference, divergence, lacks_arguments
 from agent_run_ledger.engine.intents import dispatch_again, exhausted, first_intent, no_room
 from agent_run_ledger.engine.live import LiveRun
@@ -133,9 +133,11 @@ def is_replay(run: LiveRun, call: Call) -> bool:
 
 def _intend(call: Call, run: LiveRun, moment: Moment) -> Plan:
     """Decide what a call at its position is: a replay, a first dispatch, another attempt, or a refusal."""
-    if (refusal := admission.refusal(run, pipeline=None if call.settles else call.place is not None)) is not None:
-        return Plan(error=refusal)
     history, position = run.history, call.position
+    if history.state not in AT_WORK or history.pipeline is not (call.place is not None):
+        refusal = admission.refusal(run, pipeline=None if call.settles else call.place is not None)
+        if refusal is not None:
+            return Plan(error=refusal)
     if run.made.get(position) is not call:
         return Plan()  # it was interrupted before anything was written of it, and nobody would make the call
     step = history.positions.get(position)
@@ -167,8 +169,10 @@ def _begin(run: LiveRun, call: Call, position: str, moment: Moment) -> Plan:
     if (missed := history.missed.get(position)) is not None:
         differs = difference(run, call, missed)
         return Plan(error=differs) if differs is not None else Plan(is_replay=True)
-    if (ending := admission.ending(run)) is not None:
-        return Plan(error=ending)
+    if run.requests or run.divergence is not None or history.state not in AT_WORK:
+        ending = admission.ending(run)
+        if ending is not None:
+            return Plan(error=ending)
     salted = digests.salted(history.secret, call.stored)
     continued = action = None
     if (history.doubts or call.behind) and call.place is None and call.wait is None:
