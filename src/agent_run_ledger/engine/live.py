@@ -9,7 +9,6 @@ from agent_run_ledger.contract import Request
 from agent_run_ledger.engine.history import History, StepHistory
 from agent_run_ledger.engine.log import Draft, Sealed
 from agent_run_ledger.engine.positions import branch_of, keyed, named, within
-from agent_run_ledger.engine.turns import Turns
 from agent_run_ledger.errors import ReplayDivergence, StepInDoubt, UnorderedStep
 from agent_run_ledger.rules.budget import NO_LIMITS, NOTHING, Limits
 
@@ -17,6 +16,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from agent_run_ledger.engine.call import Call
     from agent_run_ledger.engine.charging import Metered
+    from agent_run_ledger.engine.turns import Turns
     from agent_run_ledger.model import Notice, RetryPolicy
     from agent_run_ledger.prices import Prices
 
@@ -326,6 +326,8 @@ class LiveRun:
 
     def begin_turns(self) -> None:
         """From now on this program is handed its outcomes in turn, the recorded ones in the order of the first time."""
+        from agent_run_ledger.engine.turns import Turns  # only an event loop needs it
+
         history = self.history
         # Entry 1 is no outcome: who has seen none has seen that one, as an interruption that is not 0 has.
         calls = [(max(1, step.order), position) for position, step in history.positions.items()]
