@@ -41,6 +41,7 @@ from agent_run_ledger.rules.names import check_name, check_run_id, is_account
 from agent_run_ledger.run import OpenRun, branch_of, finish, function_call, perform
 from agent_run_ledger.stores import lifetime, open_store
 from agent_run_ledger.stores.clock import SystemClock
+from agent_run_ledger.stores.packed import packed
 from agent_run_ledger.stores.room import Room
 from agent_run_ledger.words import MIN_FREE, RunState
 
@@ -219,6 +220,7 @@ class Ledger(Operator):
 
     def _stand_on(self, store: Store, clock: Clock) -> None:
         """Be a new owner of nothing in this store."""
+        store = packed(store)
         self._store, self._clock = store, clock
         self._leases = Leases(store, clock, *self._terms)
         self._driver = SyncDriver(store, clock, self._leases, self._durability)
@@ -512,7 +514,7 @@ class Ledger(Operator):
         if self._encryption is not None:
             store = _encrypted(store, self._encryption)
         try:
-            return Copying(self, store, told).run(run_id, children=children)
+            return Copying(self, packed(store), told).run(run_id, children=children)
         finally:
             store.close()
 
