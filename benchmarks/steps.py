@@ -8,7 +8,7 @@ from pathlib import Path
 from harness import Bench, Rounds, cost, floor_cost, in_turns, times
 from tables import Row, Table, Wanted
 
-STEP, ASYNC, READ = "step", "step in an event loop", "READ step"
+STEP, ASYNC, READ, LEAST = "step", "step in an event loop", "READ step", "the least for our bytes"
 CHOWKI, LANGGRAPH, TASK, DBOS, BURR, NAIVE = (
     "chowki",
     "LangGraph, a super-step",
@@ -72,6 +72,7 @@ def unsynced(bench: Bench) -> Table:
         {
             STEP: ("ledger", ["process"]),
             ASYNC: ("ledger", ["process", "async"]),
+            LEAST: ("least", []),
             "floor with a key": ("floor", ["NORMAL", "keyed"]),
             CHOWKI: ("on_chowki", []),
             LANGGRAPH: ("on_langgraph", ["NORMAL"]),
@@ -100,6 +101,7 @@ def in_memory(bench: Bench, folder: Path) -> Table:
         {
             STEP: ("ledger", ["process"]),
             ASYNC: ("ledger", ["process", "async"]),
+            LEAST: ("least", []),
             CHOWKI: ("on_chowki", []),
             LANGGRAPH: ("on_langgraph", []),
             TASK: ("on_langgraph", ["FULL", "task"]),

@@ -103,8 +103,7 @@ class Suspicion(LoopDetectorPolicy):
         found = super().rule()
 
         class Suspected:
-            continues = found.continues
-            reach = found.reach
+            continues, remember, reach = found.continues, found.remember, found.reach
 
             def observe(self, call: Call) -> Verdict:
                 verdict = found.observe(call)

@@ -1156,8 +1156,7 @@ class Suspicious(LoopDetectorPolicy):
         found = super().rule()
 
         class Suspects:
-            continues = found.continues
-            reach = found.reach
+            continues, remember, reach = found.continues, found.remember, found.reach
 
             def observe(self, call: Call) -> Verdict:
                 said = found.observe(call)

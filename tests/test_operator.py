@@ -273,7 +273,7 @@ class Suspicious(LoopDetectorPolicy):
         found = super().rule()
 
         class Suspects:
-            continues, reach = found.continues, found.reach
+            continues, remember, reach = found.continues, found.remember, found.reach
 
             def observe(self, call: Call) -> Verdict:
                 seen = found.observe(call)

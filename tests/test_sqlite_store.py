@@ -1425,6 +1425,46 @@ def test_all_migrations_one_after_the_other_give_the_schema_of_a_new_file(path: 
         assert schema.objects(old) == schema.objects(new)
 
 
+# --- the log grows ahead ----------------------------------------------------------------------------------------------
+
+
+def test_a_synced_log_grows_ahead_of_what_is_written_and_zeros_say_nothing(
+    store: SqliteStore, path: Path, tmp_path: Path
+) -> None:
+    token = create(store)
+    sizes = set()
+    for seq in range(2, 402):
+        assert store.append("r", token, 0, [a_row(seq, payload=b"x" * 500)], synced=True)
+        sizes.add(os.path.getsize(f"{path}-wal"))
+    assert len(sizes) < 40  # else one for each append
+    for end in ("", "-wal"):  # what a process that is killed now leaves behind
+        shutil.copy(f"{path}{end}", tmp_path / f"left.db{end}")
+    with contextlib.closing(SqliteStore(tmp_path / "left.db", clock=FakeClock())) as left:
+        assert left.read("r") == store.read("r")
+        assert list(left.check()) == []
+
+
+def test_a_log_that_is_not_synced_does_not(store: SqliteStore, path: Path) -> None:
+    token = create(store)
+    for seq in range(2, 102):
+        assert store.append("r", token, 0, [a_row(seq)], synced=False)
+    assert os.path.getsize(f"{path}-wal") < 1024 * 1024
+
+
+def test_it_takes_nothing_of_a_disk_that_has_too_little(store: SqliteStore, path: Path) -> None:
+    token = create(store)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (os.path.getsize(path) + 900_000, before[1]))
+    try:
+        for seq in range(2, 52):
+            assert store.append("r", token, 0, [a_row(seq)], synced=True)
+        assert os.path.getsize(f"{path}-wal") < 800_000
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert [row.seq for row in store.read("r")] == list(range(1, 52))
+    assert list(store.check()) == []
+
+
 # --- failures ---------------------------------------------------------------------------------------------------------
 
 
@@ -1864,7 +1904,7 @@ def test_whether_many_are_on_stable_storage_is_not_known_while_the_disk_fails(
 def test_on_a_full_disk_many_appends_all_say_so_and_nothing_is_lost_when_there_is_room_again(
     store: SqliteStore, path: Path
 ) -> None:
-    appends = one_each(create_all(store, *(f"r{number}" for number in range(20))), payload=b"x" * 60_000)
+    appends = one_each(create_all(store, *(f"r{number}" for number in range(20))), payload=b"x" * 200_000)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     size = max(os.path.getsize(path), os.path.getsize(f"{path}-wal"))
     resource.setrlimit(resource.RLIMIT_FSIZE, (size + 300_000, before[1]))

@@ -572,7 +572,7 @@ class Ledger(Operator):
         return exporting.take_in(self._store, path, told)
 
     def _run(self, run_id: str) -> HeldRun:
-        return self._leases.run(check_run_id(run_id))
+        return self._leases.known(run_id) or self._leases.run(check_run_id(run_id))
 
     def _start(
         self, run_id: str | None, draft: Draft, wait: float | None, *, waits_for_itself: bool = False

@@ -244,6 +244,7 @@ WEAKENED: dict[str, Callable[[], None]] = {weaken.__name__: weaken for weaken in
 
 def main(program: str, database: str, witness: str, durability: Any, log_pages: str, *weakened: str) -> None:
     connections._LOG_PAGES = int(log_pages)
+    connections._FIRST_ROOM, connections._ROOM_AHEAD = 3, 8  # the log grows ahead, and often
     for weakness in weakened:
         WEAKENED[weakness]()
     outside = Outside(Witness(Path(witness)).note)

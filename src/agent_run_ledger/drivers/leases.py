@@ -187,6 +187,10 @@ class Leases:
         lack = self.room.lack() if begins and self.room is not None else None
         return Moment(self._clock.now(), random.random(), lack)
 
+    def known(self, run_id: str) -> HeldRun | None:
+        """The run, if it is in this ledger's memory."""
+        return self._runs.get(run_id) if type(run_id) is str else None
+
     def run(self, run_id: str) -> HeldRun:
         """The run in this ledger's memory; not yet claimed, and perhaps not existing."""
         run = self._runs.get(run_id)

@@ -33,6 +33,7 @@ from agent_run_ledger.engine.effects import (
     Warn,
 )
 from agent_run_ledger.engine.log import Draft, Sealed, seal
+from agent_run_ledger.engine.steps import is_replay
 from agent_run_ledger.errors import LeaseLost, Reentered, StoreError
 from agent_run_ledger.rules.budget import Most
 
@@ -66,6 +67,10 @@ class SyncDriver:
             raise Reentered(f"run {run.run_id!r}")
         with run.lock:
             run.make(call)
+            is_ready = run.is_held and not (run.requests or run.owed) and self._clock.elapsed() < run.expires
+            if is_ready and is_replay(run, call):
+                call.is_replay = run.is_touched = True
+                run.replayed += 1
 
     def obey(self, flow: Flow[T]) -> T:
         """Perform the flow's effects one after the other; return what it returns, raise what it raises."""
@@ -140,11 +145,25 @@ class SyncDriver:
         self._leases.close(keeps_store=keeps_store)
 
     def _commit(self, effect: Commit) -> Any:
-        run = cast(HeldRun, effect.run)
+        run: HeldRun
+        run, decide, token, _ = effect  # type: ignore[assignment] # what drivers are given are runs that are held
         if run.lock._is_owned():  # type: ignore[attr-defined] # by this very thread, which a signal handler interrupted
             raise Reentered(f"run {run.run_id!r}")
+        leases = self._leases
         with run.lock:
-            return self._decide(run, effect)
+            self.make_ready(run, token)
+            while True:
+                prepared = prepare(run, (decide,), leases.moment())
+                sealed, synced = prepared.sealed, prepared.synced
+                if not sealed or self._append(
+                    run, sealed, prepared.drafts, synced=self._synced if synced is None else synced
+                ):
+                    break
+            plan = prepared.plans[0]
+            run.replayed += plan.is_replay
+            if plan.error is not None:
+                raise plan.error
+            return plan.answer
 
     def make_ready(self, run: HeldRun, token: int | None) -> None:
         """Hold the run, under its lock, known up to its last entry and with nothing owed to it. Raises where it is not ours."""
@@ -157,25 +176,11 @@ class SyncDriver:
         if run.owed:
             self.pay(run)
 
-    def _decide(self, run: HeldRun, effect: Commit) -> Any:
-        self.make_ready(run, effect.token)
-        while True:
-            prepared = prepare(run, (effect.decide,), self._leases.moment())
-            sealed, synced = prepared.sealed, prepared.synced
-            if not sealed or self._append(
-                run, sealed, prepared.drafts, synced=self._synced if synced is None else synced
-            ):
-                break
-        plan = prepared.plans[0]
-        run.replayed += plan.is_replay
-        if plan.error is not None:
-            raise plan.error
-        return plan.answer
-
     def _append(self, run: HeldRun, sealed: list[Sealed], drafts: list[Draft], *, synced: bool) -> bool:
         """Append and take in; False where somebody has asked something of the run meanwhile, so decide again."""
         try:
-            written = self._store.append(run.run_id, run.token, run.inbox, [row for row, _ in sealed], synced=synced)
+            rows = [sealed[0][0]] if len(sealed) == 1 else [row for row, _ in sealed]
+            written = self._store.append(run.run_id, run.token, run.inbox, rows, synced=synced)
             if written:
                 self._leases.wrote(run, sealed)
         except BaseException as error:

@@ -22,7 +22,7 @@ class Account:
     In the log of a budget that runs share, grants reserve and settlements give back, likewise.
     """
 
-    __slots__ = ("_program", "held", "saved", "spent", "under")
+    __slots__ = ("held", "program", "saved", "spent", "under")
 
     def __init__(self, spent: Amount = NOTHING, held: Mapping[str | Grant, Amount] | None = None) -> None:
         self.spent = spent
@@ -33,12 +33,12 @@ class Account:
         """Under which fencing token its run was owned when a call was granted what it may use."""
         self.saved = NOTHING
         """What was not paid again each time another owner's program began anew and was given what is recorded."""
-        self._program = 0
+        self.program = 0
+        """The fencing token under which a program has made calls last."""
 
     def began(self, token: int) -> None:
-        """A program makes a new call: the first under this fencing token was given all that had been paid for by then."""
-        if token != self._program:
-            self.saved, self._program = self.saved.plus(self.spent), token
+        """Another program makes a call, the first under this fencing token: it was given all that had been paid for by then."""
+        self.saved, self.program = self.saved.plus(self.spent), token
 
     def copy(self) -> Account:
         """What is spent and held, to go on with."""

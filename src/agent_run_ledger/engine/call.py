@@ -223,6 +223,8 @@ class Call:
     """The positions of the calls that were interrupted before it was made: its program has gone on behind them."""
     since: int = 0
     """How many entries its run had when it was made."""
+    is_replay: bool = False
+    """Whether the log had its outcome when it was made."""
     was_dispatched: bool = False
     is_delivered: bool = False
     """Whether its program was given the outcome."""

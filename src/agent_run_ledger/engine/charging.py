@@ -91,6 +91,8 @@ def charged(run: LiveRun, position: str, value: object, *, was_executed: bool = 
     What is not known is charged as it was reserved, and that is said: `unmetered` where nothing tells of tokens, `unpriced` where
     nothing tells what they cost. An attempt that was surely never carried out costs nothing.
     """
+    if not run.metered and type(value) is dict and not run.history.account.held and TELLS_USAGE.isdisjoint(value):
+        return {}  # the usual case of a tool that calls no model, in one look
     held = run.history.account.held.get(position, NOTHING)
     metered: Sequence[Metered] | None = run.metered.get(position) if run.metered else None
     if not metered:
@@ -130,10 +132,8 @@ def charged(run: LiveRun, position: str, value: object, *, was_executed: bool = 
 
 def _told_by(value: object, arguments: object) -> Sequence[Metered]:
     """What a response tells. Some providers name the model in the request only."""
-    if value is None or isinstance(value, _SAYS_NOTHING):
+    if value is None or isinstance(value, _SAYS_NOTHING) or (type(value) is dict and TELLS_USAGE.isdisjoint(value)):
         return ()
-    if type(value) is dict and TELLS_USAGE.isdisjoint(value):
-        return ()  # the usual case of a tool that calls no model, in one look
     from agent_run_ledger.usage import Usage, model_of
 
     usage = Usage.read(value)

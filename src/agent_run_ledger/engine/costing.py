@@ -102,7 +102,7 @@ class Costing:
         if "model" in body:
             self._models.add(position)
         lost = self._account.held.get(position) if not is_late and position not in self._carried.held else None
-        if not is_carried:
+        if not is_carried and body["token"] != self._account.program:
             self._account.began(body["token"])
         self._account.take("intent", position, body)
         self._carried.take("intent", position, body if is_carried else {"late": True} if is_late else {})

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _parse = json.JSONDecoder().raw_decode  # bodies have no white space around them, which is what `decode` looks for first
 _STATES = {str(state): state for state in RunState}
 
-_AT_WORK = frozenset({RunState.RUNNING, RunState.CHECKPOINTED})
+AT_WORK = frozenset({RunState.RUNNING, RunState.CHECKPOINTED})
 
 _ASIDES = frozenset({"asked", "answered", "waiting", "signal", "declined", "resolved", "released"})
 
@@ -253,7 +253,8 @@ class StepHistory:
         self.token: int = body["token"]
         self.version = row.seq
         self.is_asked, self.ask_at, self.unanswered, self.is_absent, self.cause = False, None, 0, False, None
-        self.doubted()
+        if self.outcome is not None:
+            self.doubted()
 
     def doubted(self) -> None:
         """Whatever its last outcome was, it is not known how it stands."""
@@ -479,7 +480,7 @@ class History:
         self.frontier.append(row.roots[-32:])
         self.size = row.seq
         at: float = body["at"]
-        if self.state in _AT_WORK and body["token"] == self.token and at > self.last_at:
+        if self.state in AT_WORK and body["token"] == self.token and at > self.last_at:
             self.worked += at - self.last_at
         self.last_at = at
         self.state = _STATES[body["state"]]
@@ -493,9 +494,11 @@ class History:
         self.cause = self.retry_at = None
         position = row.position or ""
         self.running.add(position)
-        if "carried" not in body:
-            self.account.began(body["token"])
-        self.account.take("intent", position, body)
+        account = self.account
+        if body["token"] != account.program and "carried" not in body:
+            account.began(body["token"])
+        if account.held or "holds" in body:
+            account.take("intent", position, body)
         if "limits" in body:
             self.stated = Limits.read(body["limits"]).of_spending
         step = self.positions.get(position)
@@ -519,7 +522,8 @@ class History:
         step = self.positions[position]
         step.settled(row, body)
         self.last_outcome = row.seq
-        self.account.take("outcome", position, body)
+        if self.account.held or "charges" in body:
+            self.account.take("outcome", position, body)
         self.running.discard(position)
         ok = body["ok"]
         if "signal" in body:
@@ -675,7 +679,7 @@ class History:
 
     def at_work(self, now: float) -> float:
         """Seconds in which its program was at work, if it still is."""
-        return self.worked + (max(0.0, now - self.last_at) if self.state in _AT_WORK else 0.0)
+        return self.worked + (max(0.0, now - self.last_at) if self.state in AT_WORK else 0.0)
 
     def is_missed(self, position: str) -> bool:
         """Whether it is recorded that the program was interrupted in this call."""

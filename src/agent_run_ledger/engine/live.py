@@ -47,7 +47,7 @@ class Branch:
 
     def take(self) -> str:
         """The next position, which belongs to the caller now."""
-        position = within(self.path, str(self.cursor))
+        position = within(self.path, str(self.cursor)) if self.path else str(self.cursor)
         self.cursor += 1
         return position
 
@@ -257,14 +257,16 @@ class LiveRun:
         call.since = self.history.size
         if self.interrupted:
             call.behind = self.left_behind(branch)
-        if call.key is not None or call.place is not None:
-            call.position = call.place or within(branch.path, keyed(call.key or ""))
+        key = call.options.step_key
+        if key is not None or call.place is not None:
+            call.position = call.place or within(branch.path, keyed(key or ""))
             if call.position in self.made:
                 self.let_go_of_dropped()
                 if call.position in self.made:
                     raise UnorderedStep(self.run_id, call.tool, self.made[call.position].tool)
         else:
-            self.admit(branch, call.maker, call.tool)
+            if branch.numbered:
+                self.admit(branch, call.maker, call.tool)
             call.position = branch.take()
             branch.maker = call.maker
             branch.numbered += 1
@@ -288,17 +290,17 @@ class LiveRun:
 
     def ended(self, call: Call, error: BaseException | None) -> None:
         """The call is over: its outcome goes to its program, or `error` does before there is one."""
-        position, branch = call.position, call.branch
+        position, branch, key = call.position, call.branch, call.options.step_key
         if self.made.get(position) is not call:  # the run was taken anew meanwhile
             return
         del self.made[position]
         self.in_flight.pop(position, None)
         self.resting.discard(position)
         branch.unbegun.pop(position, None)
-        if call.key is None and call.place is None:
+        if key is None and call.place is None:
             branch.numbered -= 1
         if call.is_delivered:
-            if call.key is not None:
+            if key is not None:
                 branch.answered.add(position)
             return
         if self.turns is not None:

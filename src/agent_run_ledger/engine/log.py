@@ -16,7 +16,7 @@ from agent_run_ledger.words import Event, RunState
 Sealed = tuple[Row, dict[str, Any]]
 """A finished row and its body, not yet in the store."""
 
-_json = compact.encoder(sort_keys=False)
+_pieces = compact.encoder(sort_keys=False)
 
 
 PAUSES = frozenset({"outcome", "parked", "asked", "waiting", "resolved"})
@@ -101,7 +101,7 @@ def seal(history: History, token: int, at: float, drafts: Iterable[Draft]) -> li
         if payload is not None:
             body["payload"] = salted or digests.salted(secret, payload)
             digest = digest or digests.plain(payload)
-        data = _json(body).encode()
+        data = "".join(_pieces(body, 0)).encode()
         frontier, roots = merkle.append(frontier, seq - 1, merkle.leaf_hash(data))
         row = Row(seq, kind, position, attempt, data, roots, payload, digest, fingerprint, None)
         sealed.append((row, body))

@@ -9,7 +9,7 @@ from agent_run_ledger.engine import admission, attempts, breaking, charging, out
 from agent_run_ledger.engine.call import Call, LeftBehind
 from agent_run_ledger.engine.deciding import insist, leave
 from agent_run_ledger.engine.effects import AwaitLate, Commit, Draw, Fetch, Flow, GiveBack, Moment, Plan, Turn
-from agent_run_ledger.engine.history import Outcome, StepHistory
+from agent_run_ledger.engine.history import AT_WORK, Outcome, StepHistory
 from agent_run_ledger.engine.identity import difference, divergence, lacks_arguments
 from agent_run_ledger.engine.intents import dispatch_again, exhausted, first_intent, no_room
 from agent_run_ledger.engine.live import LiveRun
@@ -39,9 +39,10 @@ def step(run: LiveRun, call: Call) -> Flow[Any]:
             yield from attempts.take_late(run, call, call.options.timeout)
         if run.is_draining and ((there := run.history.positions.get(position)) is None or not there.is_settled):
             yield from leave(run, call)
-        decide = partial(_intend, call)
-        if (answer := (yield Commit(run, decide, None, position in run.history.positions))) is not None:
-            yield from insist(run, call, decide, None, answer)
+        if not call.is_replay:
+            decide = partial(_intend, call)
+            if (answer := (yield Commit(run, decide, None, position in run.history.positions))) is not None:
+                yield from insist(run, call, decide, None, answer)
         # Looked up each time: a run that was in doubt is read anew, and what it was before learns of nothing any more.
         while (this := run.history.positions.get(position)) is not None and not this.is_settled:
             if this.outcome is not None:
@@ -115,11 +116,28 @@ def _given_by(run: LiveRun, position: str) -> int:
 # --- intents ----------------------------------------------------------------------------------------------------------
 
 
+def is_replay(run: LiveRun, call: Call) -> bool:
+    """Whether the log has the outcome of this very call, and it stands: then there is nothing to decide. Ask under the run's lock.
+
+    False says nothing: recorded may be what needs a closer look.
+    """
+    step = run.history.positions.get(call.position)
+    return (
+        step is not None
+        and (step.tool, step.digest, step.dependencies) == (call.tool, call.digest, call.after)
+        and step.stands
+        and not run.late
+        and admission.refusal(run, pipeline=call.place is not None) is None
+    )
+
+
 def _intend(call: Call, run: LiveRun, moment: Moment) -> Plan:
     """Decide what a call at its position is: a replay, a first dispatch, another attempt, or a refusal."""
-    if (refusal := admission.refusal(run, pipeline=None if call.settles else call.place is not None)) is not None:
-        return Plan(error=refusal)
     history, position = run.history, call.position
+    if history.state not in AT_WORK or history.pipeline is not (call.place is not None):
+        refusal = admission.refusal(run, pipeline=None if call.settles else call.place is not None)
+        if refusal is not None:
+            return Plan(error=refusal)
     if run.made.get(position) is not call:
         return Plan()  # it was interrupted before anything was written of it, and nobody would make the call
     step = history.positions.get(position)
@@ -151,8 +169,10 @@ def _begin(run: LiveRun, call: Call, position: str, moment: Moment) -> Plan:
     if (missed := history.missed.get(position)) is not None:
         differs = difference(run, call, missed)
         return Plan(error=differs) if differs is not None else Plan(is_replay=True)
-    if (ending := admission.ending(run)) is not None:
-        return Plan(error=ending)
+    if run.requests or run.divergence is not None or history.state not in AT_WORK:
+        ending = admission.ending(run)
+        if ending is not None:
+            return Plan(error=ending)
     salted = digests.salted(history.secret, call.stored)
     continued = action = None
     if (history.doubts or call.behind) and call.place is None and call.wait is None:
@@ -175,9 +195,8 @@ def _begin(run: LiveRun, call: Call, position: str, moment: Moment) -> Plan:
             run.run_id, verdict.rule, verdict.reason, verdict.evidence, state
         )
         return _refusing(run, call, drafts, event, refusal, error)
-    reason = budget.steps_spent(run.most_steps, history.steps + run.ahead, history.refused)
-    reason = reason or budget.entries_spent(run.most_steps, history.size - history.asides)
-    reason = reason or budget.too_late(run.limits.deadline, moment.now)
+    entries = history.size - history.asides
+    reason = budget.used_up(run.limits, history.steps + run.ahead, history.refused, entries, moment.now)
     holds: Amount | str | Draw | None = None
     if run.limits_calls and reason is None and not run.closing:
         holds = charging.reserve(run, call, history.at_work(moment.now), continued.attempts + 1 if continued else 1)

@@ -102,7 +102,9 @@ class Suspicion:
 
     def goes_on(self, tool: str, salted: str, stored: bytes) -> bool:
         """Whether a call of these arguments, of which `salted` is the digest, goes on with what the verdict is about."""
-        if self._rule is None or self.verdict.level == "ok":
+        if self._unseen:
+            self.catch_up()
+        if self._verdict is OK or self._verdict.level == "ok" or self._rule is None:
             return False
         return self._rule.continues(Asked(tool, salted, loops.looked_at(stored)))
 
@@ -115,24 +117,33 @@ class Suspicion:
         self._rule, self._released = copy(self._rule), copy(self._released)
         try:
             for step, row, body in ended:
-                self._show(_Ended(step, step.arguments, step.effect, row, body))
+                self._show(_Ended(step, step.arguments, step.effect, row, body).call())
             return self._verdict
         finally:
             self._verdict, self._rule, self._released, self._warned = kept
 
     def catch_up(self) -> None:
         """Show the rules the outcomes that they have not seen."""
-        self._leave_out_forgotten()
-        unseen, self._unseen = self._unseen, []
-        for ended in unseen:
-            self._show(ended)
+        if len(self._unseen) > 1:
+            self._leave_out_forgotten()
+        calls = [ended.call() for ended in self._unseen]
+        self._unseen = []
+        shown = 0  # from which one on it matters what the rules say: of a step it is said anew, of thoughts not
+        if len(calls) > 1 and not self._must_see_all():
+            shown = next((at for at in range(len(calls) - 1, 0, -1) if not calls[at].is_aside), 0)
+        for call in calls[:shown]:
+            assert self._rule is not None
+            self._rule.remember(call)
+        for call in calls[shown:]:
+            self._show(call)
+
+    def _must_see_all(self) -> bool:
+        """Whether it matters what the rules say of each: where a loop was met with a warning, any of them may have ended it."""
+        return self._warned > 0 or self._released is not None
 
     def _leave_out_forgotten(self) -> None:
-        """Of many unseen outcomes keep the last ones: fresh rules that see these are as those that have seen all.
-
-        But where a loop was met with a warning, any of them may have ended it.
-        """
-        if self._rule is None or len(self._unseen) <= self._rule.reach or self._warned or self._released is not None:
+        """Of many unseen outcomes keep the last ones: fresh rules that see these are as those that have seen all."""
+        if self._rule is None or len(self._unseen) <= self._rule.reach or self._must_see_all():
             return
         assert self._make_rule is not None
         steps, at, later = 0, len(self._unseen), None
@@ -145,9 +156,8 @@ class Suspicion:
             del self._unseen[:at]
             self._rule = self._make_rule()
 
-    def _show(self, ended: _Ended) -> None:
+    def _show(self, call: Call) -> None:
         assert self._rule is not None
-        call = ended.call()
         self._verdict = self._rule.observe(call)
         if self._released is not None:
             again = self._released.observe(copy(call))  # a call remembers with what it was compared

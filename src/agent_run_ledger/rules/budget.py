@@ -255,6 +255,15 @@ def ran_for(limits: Limits, seconds: float) -> str | None:
     return f"it was at work for {seconds:.1f} s, and may be for {limits.seconds:g} s"
 
 
+def used_up(limits: Limits, steps: int, refused: int, entries: int, now: float) -> str | None:
+    """Why no further step may start at `now`, Unix seconds, whatever it may use; or None."""
+    limit, deadline = limits.steps, limits.deadline
+    assert limit is not None
+    if steps + refused < limit and entries < ENTRIES_PER_STEP * limit and (deadline is None or now < deadline):
+        return None  # as nearly always, and asked before every step
+    return steps_spent(limit, steps, refused) or entries_spent(limit, entries) or too_late(deadline, now)
+
+
 def steps_spent(limit: int, steps: int, refused: int) -> str | None:
     """Why no further step may start, or None. First dispatches and refusals count against the limit, retries do not."""
     return f"all {limit} steps of its budget are used" if steps + refused >= limit else None

@@ -54,20 +54,25 @@ def encode(value: object, *, limit: int | None = None, what: str = "arguments", 
     b'{"$tuple":[1,{"$bytes":"aGk="}]}'
     """
     covered = _NO_CLASSES if declared is None else _classes(declared)
+    given = value
     try:
-        data = _dumps(_plain(value, 1, covered)).encode()
+        is_flat = type(value) is dict and len(value) != 1 and _TEXT.issuperset(map(type, value))
+        if not (is_flat and _SCALARS.issuperset(map(type, value.values()))):  # type: ignore[attr-defined]
+            value = _plain(value, 1, covered)
+        data = "".join(_pieces(value, 0)).encode()
     except PlainDataWarning as warning:  # the user's filters make it an error
         raise Unstorable(f"{what} cannot be stored: {warning}", "$") from None
     except Exception:
         data = b""  # no JSON is empty
     if not data:
-        data = _encode_with_care(value, what, covered)
+        data = _encode_with_care(given, what, covered)
     if limit is not None and len(data) > limit:
         raise PayloadTooLarge(what, len(data), limit)
     return data
 
 
-_dumps = compact.encoder(sort_keys=True)
+_pieces = compact.encoder(sort_keys=True)
+_TEXT = frozenset({str})
 _SCALARS = frozenset({str, int, float, bool, type(None)})
 _NO_CLASSES: frozenset[type] = frozenset()
 _Covered = frozenset[type]
@@ -97,7 +102,8 @@ def _plain(value: Any, depth: int, covered: _Covered) -> Any:
                     if changed is None:
                         changed = dict(value)
                     changed[key] = plain
-        return _untagged(value if changed is None else changed)
+        plain = value if changed is None else changed
+        return plain if len(plain) != 1 else _untagged(plain)
     if kind is list:
         if _SCALARS.issuperset(map(type, value)):
             return value
@@ -112,6 +118,10 @@ def _plain(value: Any, depth: int, covered: _Covered) -> Any:
     if standard is not None:
         return standard(value, kind)
     return _object(value, kind, depth, covered)
+
+
+def _dumps(plain: Any) -> str:
+    return "".join(_pieces(plain, 0))
 
 
 def _untagged(plain: dict[str, Any]) -> dict[str, Any]:

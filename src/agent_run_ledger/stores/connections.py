@@ -434,11 +434,12 @@ def _give_room(db: sqlite3.Connection, path: str, size: int) -> None:
         log = os.open(path, os.O_RDWR | getattr(os, "O_CLOEXEC", 0))
         try:
             end = os.fstat(log).st_size
+            is_given = size <= end
             try:
-                if size > end:
-                    os.pwrite(log, bytes(size - end), end)
-            except OSError:  # no zeros shall take what is left of a disk
-                os.ftruncate(log, end)
+                is_given = is_given or os.pwrite(log, bytes(size - end), end) == size - end
+            finally:
+                if not is_given:  # no zeros shall take what is left of a disk
+                    os.ftruncate(log, end)
         finally:
             os.close(log)
     finally:

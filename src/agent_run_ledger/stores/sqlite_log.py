@@ -29,7 +29,7 @@ _NOT_KNOWN_TO_BE_SYNCED = (
 # Fenced: the run is found only while it has an owner, its token is ours and its inbox has not moved. Else the run id is
 # NULL and nothing is written. As VALUES it is an eighth cheaper than as SELECT, which a trigger sends through a temporary
 # table.
-_APPEND = """
+APPEND = """
 INSERT OR IGNORE INTO entries
     (run_id, seq, kind, position, attempt, body, roots, payload, digest, fingerprint, encoding)
 VALUES (
@@ -159,9 +159,9 @@ class Log:
         files.refuse_reentry()
         with files.mutex:
             try:
-                if len(rows) == 1 and run_id not in self.noted and not _is_large(rows[0]):
-                    row = rows[0]
-                    is_written = files.run_alone(level, _APPEND, (run_id, token, inbox, *row), row.payload)
+                row = rows[0]
+                if len(rows) == 1 and run_id not in self.noted and not _is_large(row):
+                    is_written = files.run_alone(level, APPEND, (run_id, token, inbox, *row), row.payload)
                 else:
                     is_written = files.transact(level, partial(self._append_rows, run_id, token, inbox, rows))
                     if is_written:
@@ -227,7 +227,7 @@ class Log:
             if len(rows) == 1 and run_id not in self.noted and not _is_large(rows[0]):
                 row = rows[0]
                 self._files.log_pages += len(row.payload or b"") // PAGE_BYTES
-                is_written = db.execute(_APPEND, (run_id, token, inbox, *row)).rowcount == 1
+                is_written = db.execute(APPEND, (run_id, token, inbox, *row)).rowcount == 1
             else:
                 is_written = self._append_whole(run_id, token, inbox, rows, db)
             if is_written:

@@ -28,6 +28,9 @@ class Rule(Protocol):
     def observe(self, call: Call) -> Verdict:
         """What this call shows together with those before it."""
 
+    def remember(self, call: Call) -> None:
+        """Take a call in of which nobody needs a verdict. What is observed next, and is a step, is seen as if this one had been observed."""
+
     def continues(self, asked: Asked) -> bool:
         """Whether this next call goes on with what the last verdict is about: it is the one that is refused."""
 
@@ -77,6 +80,15 @@ class Breaker:
             self._rests = 0
         self._verdict = verdict
         return verdict
+
+    def remember(self, call: Call) -> None:
+        """Take a call in without a look at it."""
+        if self._calls and self._calls[-1].number == call.number:
+            self._forget_last()
+        self._rests = 0
+        for known in (self._calls,) if call.is_aside else (self._calls, self._steps):
+            known.append(call)
+            del known[: -self._room]
 
     def _look(self, *, asks_again: bool) -> Verdict:
         """What the first sign says that says anything of the steps."""
