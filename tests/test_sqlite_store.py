@@ -1611,6 +1611,7 @@ def test_where_the_system_gives_no_locks_every_write_says_so(
 
     with monkeypatch.context() as patch:
         patch.setattr(fcntl, "flock", fail)
+        patch.setattr(store._files.lock, "take", lambda: fail(0, 0))
         for verb in verbs(store, token):
             with pytest.raises(StoreUnavailable, match="gives no lock"):
                 verb()
@@ -1781,6 +1782,7 @@ def test_many_appends_are_one_transaction_whatever_becomes_of_each(
 ) -> None:
     statements: list[str] = []
     writer = store._files.ready()
+    store._files._log_room = 1000  # the log need not be given room meanwhile
     writer.set_trace_callback(statements.append)
     answers = store.append_all(mixed, synced=synced)
     writer.set_trace_callback(None)

@@ -50,7 +50,8 @@ class Holding:
         self.tokens: dict[str, int] = {}
         """The token of each run that was claimed here, until it is given back."""
         self._watched: dict[str, tuple[Held, float]] = {}
-        self._inherited: dict[str, int] = {}
+        self.inherited: dict[str, int] = {}
+        """The token of each run that the parent of this process had when it was forked."""
         self._inherited_owners: frozenset[str] = frozenset()
 
     def own_name(self, owner: str) -> str:
@@ -59,7 +60,7 @@ class Holding:
 
     def is_inherited(self, run_id: str, token: int) -> bool:
         """Whether it is the parent of this process that has the run under this token."""
-        return bool(self._inherited) and self._inherited.get(run_id) == token
+        return bool(self.inherited) and self.inherited.get(run_id) == token
 
     def has(self, run_id: str, token: int) -> bool:
         """Whether this store has the run under this token, as far as it knows."""
@@ -113,5 +114,5 @@ class Holding:
     def after_fork_in_child(self) -> None:
         """What was ours is the parent's."""
         self._inherited_owners |= frozenset(self.owners.abandon())
-        self._inherited |= self.tokens
+        self.inherited |= self.tokens
         self.tokens = {}

@@ -159,8 +159,7 @@ class Log:
         files.refuse_reentry()
         with files.mutex:
             try:
-                row = rows[0]
-                if len(rows) == 1 and run_id not in self.noted and not _is_large(row):
+                if len(rows) == 1 and run_id not in self.noted and not _is_large(row := rows[0]):
                     is_written = files.run_alone(level, APPEND, (run_id, token, inbox, *row), row.payload)
                 else:
                     is_written = files.transact(level, partial(self._append_rows, run_id, token, inbox, rows))
@@ -216,8 +215,35 @@ class Log:
 
     def _append_each(self, appends: Sequence[Append], answers: list[_Answer], db: sqlite3.Connection) -> None:
         self._files.log_pages += len(appends)  # each has a leaf of the index to itself
+        if self._append_plain(db, appends):
+            answers[:] = [True] * len(appends)
+            return
         for number, append in enumerate(appends):
             answers[number] = self._append_one(db, *append)
+
+    def _append_plain(self, db: sqlite3.Connection, appends: Sequence[Append]) -> bool:
+        """Write all of them, each one row of a run that is ours, as nearly always; False: nothing is written, look at them one by one."""
+        rows = [append.rows[0] for append in appends if len(append.rows) == 1 and not _is_large(append.rows[0])]
+        if len(rows) < len(appends) or self.noted or self._holding.inherited:
+            return False
+        db.execute("SAVEPOINT plain")
+        is_written = False
+        try:
+            written = db.executemany(
+                APPEND, [(run_id, token, inbox, *rows[0]) for run_id, token, inbox, rows in appends]
+            )
+            is_written = written.rowcount == len(rows)
+        except sqlite3.Error:
+            if not db.in_transaction:
+                raise
+        finally:
+            if db.in_transaction:
+                if not is_written:
+                    db.execute("ROLLBACK TO plain")
+                db.execute("RELEASE plain")
+        if is_written:
+            self._files.log_pages += sum([len(row.payload) // PAGE_BYTES for row in rows if row.payload is not None])
+        return is_written
 
     def _append_one(self, db: sqlite3.Connection, run_id: str, token: int, inbox: int, rows: Sequence[Row]) -> _Answer:
         """One of many appends, whole or not at all. Raises only what leaves no transaction to go on with."""
