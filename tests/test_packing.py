@@ -24,10 +24,11 @@ from agent_run_ledger.stores.memory import MemoryStore
 from agent_run_ledger.stores.packed import LONG_BYTES, PackedStore, packed
 from agent_run_ledger.stores.packing import MOST_BYTES, MOST_DEPTH, OWN, Packed, Piece, decode, encode, plain_size
 from agent_run_ledger.stores.repeats import Parts
+from agent_run_ledger.stores.unpacking import _Source
 from agent_run_ledger.testing import FakeClock, StoreContract, a_row
 from agent_run_ledger.testing.stores.words import create
 from support.ledgers import KINDS, Bench
-from support.talking import as_payload, message, text
+from support.talking import as_payload, message, noise, text
 
 
 @pytest.fixture
@@ -206,10 +207,10 @@ def test_a_payload_that_is_no_shorter_packed_is_kept_plainly_and_found_again() -
     inner = MemoryStore(clock=FakeClock())
     store = packed(inner)
     lease = create(store, "r")
-    noise = random.Random(1).randbytes(20_000).replace(b'"', b"'")
-    append(store, lease, rows_of([noise, b"[" + noise[: LONG_BYTES - 2] + b"]", noise]))
+    bytes_of_chance = random.Random(1).randbytes(20_000).replace(b'"', b"'")
+    append(store, lease, rows_of([bytes_of_chance, b"[" + bytes_of_chance[: LONG_BYTES - 2] + b"]", bytes_of_chance]))
     assert [row.encoding for row in inner.read("r", 1)] == [None, None, PACKED]
-    assert store.payload("r", 4) == noise
+    assert store.payload("r", 4) == bytes_of_chance
 
 
 def test_short_payloads_stay_plain_and_those_of_a_conversation_are_packed_from_1_kb_on() -> None:
@@ -219,6 +220,19 @@ def test_short_payloads_stay_plain_and_those_of_a_conversation_are_packed_from_1
     rng = random.Random(3)
     append(store, lease, rows_of([as_payload(text(rng, size)) for size in (3_000, 5_000, 3_000, 900)]))
     assert [row.encoding for row in inner.read("r", 1)] == [None, PACKED, PACKED, None]
+
+
+def test_a_short_answer_in_a_conversation_is_found_again_in_the_next_question() -> None:
+    inner = MemoryStore(clock=FakeClock())
+    store = packed(inner)
+    lease = create(store, "r")
+    rng = random.Random(3)
+    said, answer = [message("system", text(rng, 6_000))], noise(rng, 900)
+    append(
+        store, lease, rows_of([as_payload(said), as_payload(answer), as_payload([*said, message("assistant", answer)])])
+    )
+    assert [row.encoding for row in inner.read("r", 1)] == [PACKED, None, PACKED]
+    assert len(inner.payload("r", 4) or b"") < 100
 
 
 def test_what_is_known_of_runs_is_bounded_and_who_was_written_to_last_is_kept() -> None:
@@ -290,6 +304,22 @@ def test_of_many_appends_that_are_written_together_none_copies_from_another() ->
     assert store.payload("r", 2) == payload
 
 
+def test_what_was_lost_before_the_run_came_back_to_its_owner_is_copied_from_by_nobody() -> None:
+    """A server that took over from another one may not have its last commits; whoever claims the run then has a new token."""
+    inner = MemoryStore(clock=FakeClock())
+    store, other = packed(inner), packed(inner)
+    lease = create(store, "r")
+    rng = random.Random(3)
+    first, lost, instead = (as_payload(text(rng, 20_000)) for _ in range(3))
+    append(store, lease, rows_of([first, lost]))
+    inner._runs["r"].rows.pop()
+    for who, which, payload in (("b", other, instead), ("a", store, lost)):
+        inner.release("r", lease.token)
+        lease = which.claim("r", who, 30.0)
+        append(which, lease, rows_of([payload], len(inner.read("r")) + 1))
+    assert [row.payload for row in packed(inner).read("r", 1)] == [first, instead, lost]
+
+
 # --- erasing ----------------------------------------------------------------------------------------------------------
 
 
@@ -320,14 +350,40 @@ def test_the_bytes_of_what_is_erased_are_gone_and_each_is_kept_once_by_those_tha
     store = packed(inner)
     lease = create(store, "r")
     rng = random.Random(3)
-    noise = [rng.randbytes(6_000).hex() for _ in range(3)]
-    payloads = [as_payload(noise[:2]), *[as_payload({"of": noise[1], "n": n, "to": noise[2]}) for n in range(20)]]
+    said = [noise(rng, 12_000) for _ in range(3)]
+    payloads = [as_payload(said[:2]), *[as_payload({"of": said[1], "n": n, "to": said[2]}) for n in range(20)]]
     append(store, lease, rows_of(payloads))
     before = kept(inner)
     store.erase("r", lease.token, [a_row(23, "erased", state="COMPLETED")], Erasure([(2, 2)]))
     assert [row.payload for row in store.read("r", 2, limit=20)] == payloads[1:]
     assert abs(before - kept(inner) - 6_900) < 1_500  # the first is gone; the second stands in one of the twenty
-    assert noise[0].encode() not in b"".join(inflated(row) for row in inner.read("r"))
+    assert said[0].encode() not in b"".join(inflated(row) for row in inner.read("r"))
+
+
+def test_an_entry_that_holds_what_is_erased_twice_gets_it_twice_and_others_copy_from_it() -> None:
+    inner = MemoryStore(clock=FakeClock())
+    store = packed(inner)
+    lease = create(store, "r")
+    document = text(random.Random(3), 6_000)
+    payloads = [as_payload(document), as_payload([document, document]), as_payload({"a": document, "b": document})]
+    append(store, lease, rows_of(payloads))
+    store.erase("r", lease.token, [a_row(5, "erased", state="COMPLETED")], Erasure([(2, 2)]))
+    assert [row.payload for row in packed(inner).read("r", 2, limit=2)] == payloads[1:]
+    assert len(inner.payload("r", 4) or b"") < 100
+
+
+def test_who_has_read_a_run_before_something_of_it_was_erased_reads_the_rest_afterwards() -> None:
+    inner = MemoryStore(clock=FakeClock())
+    store, reader = packed(inner), PackedStore(inner)
+    lease = create(store, "r")
+    document = text(random.Random(3), 6_000)
+    payloads = [as_payload(document), as_payload({"a": document}), as_payload({"a": document, "b": 1})]
+    append(store, lease, rows_of(payloads))
+    assert reader.payload("r", 3) == payloads[1]
+    store.erase("r", lease.token, [a_row(5, "erased", state="COMPLETED")], Erasure([(2, 2)]))
+    reader._unpacking._kept[("r", 3)] = _Source(None, decode(3, encode(3, Packed(6_002, 1, [Piece(6_002, 2, 0)], b""))))
+    reader._unpacking._kept.pop(("r", 2), None)  # it was read long ago
+    assert reader.payload("r", 4) == payloads[2]
 
 
 def inflated(row: Row) -> bytes:
