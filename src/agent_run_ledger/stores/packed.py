@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, cast
 
 from agent_run_ledger.contract import (
     PACKED,
@@ -20,6 +19,11 @@ from agent_run_ledger.contract import (
 )
 from agent_run_ledger.errors import LedgerError, StoreCorrupt
 from agent_run_ledger.stores.packing import MOST_BYTES, STRING_BYTES, plain_size
+from agent_run_ledger.typed import cast
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
 
 if TYPE_CHECKING:  # what only long payloads need is imported with the first of them
     from agent_run_ledger.stores.repeats import Repeats
