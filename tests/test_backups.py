@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import signal
 import sqlite3
@@ -138,7 +139,8 @@ def test_a_commit_that_comes_while_a_copy_is_made_is_not_in_it_and_does_not_begi
     with AgentRunLedger(db, durability="process") as ledger:
         for number in range(40):
             with ledger.open_run("look", run_id=f"long-{number}") as run:
-                run.step("look", {"text": "x" * 400_000}, lambda: None, effect=Effect.READ)
+                text = random.Random(number).randbytes(400_000).hex()
+                run.step("look", {"text": text}, lambda: None, effect=Effect.READ)
         parts: list[int] = []
 
         def told(done: int, of: int) -> None:

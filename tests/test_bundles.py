@@ -131,7 +131,7 @@ def standing(bench: Bench, run_id: str = RUN) -> tuple[Any, ...]:
     store = bench.store()
     head = store.head(run_id)
     assert head is not None
-    return head.token, head.listing, head.inbox, store.read(run_id), store.secret(run_id), store.inbox(run_id, 0)
+    return head.token, head.listing, head.inbox, bench.rows(run_id), store.secret(run_id), store.inbox(run_id, 0)
 
 
 # --- out and in -------------------------------------------------------------------------------------------------------

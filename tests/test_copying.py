@@ -30,7 +30,7 @@ from agent_run_ledger import (
 )
 from agent_run_ledger.contract import Head, QueueTerms, Request, Row, Store
 from agent_run_ledger.stores import open_store
-from support.ledgers import HOSTILE, RUN, Bench, Tool, raw
+from support.ledgers import HOSTILE, RUN, Bench, Tool, packs_nothing, raw
 from support.programs import Way
 from support.pumping import pump, submit, work_once
 
@@ -58,7 +58,7 @@ class Two:
     def standing(self, bench: Bench, run_id: str = RUN) -> tuple[Head | None, list[Row], bytes, list[Request]]:
         """Everything that a storage has of a run."""
         store = bench.store()
-        return store.head(run_id), store.read(run_id), store.secret(run_id), store.inbox(run_id, 0)
+        return store.head(run_id), bench.rows(run_id), store.secret(run_id), store.inbox(run_id, 0)
 
 
 @pytest.fixture(params=PAIRS, ids="-to-".join)
@@ -574,7 +574,7 @@ def test_a_long_run_travels_in_small_parts_and_tells_how_far_it_is(tmp_path: Pat
             ledger.execute_step(RUN, "look", {"at": number}, lambda at: "x" * (20_000 if at % 2 else 1))
         store = Measured(open_store(tmp_path / "b.db", durability="process", clock=ledger._clock))
         with AgentRunLedger(store) as other:  # type: ignore[arg-type]
-            ledger.copy(RUN, other, told=told.append)
+            ledger.copy(RUN, packs_nothing(other), told=told.append)
             assert other.tree_head(RUN).size == 1201
         assert 100_000 < store.most_bytes < 1_200_000
         assert store.most_rows < 1_201

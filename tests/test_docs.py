@@ -31,7 +31,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, ForwardRef, Literal, Self
 
 import pytest
 
@@ -65,6 +65,7 @@ from agent_run_ledger.stores.memory import MemoryStore
 from agent_run_ledger.testing import FakeClock
 from agent_run_ledger.words import Event, RunState
 from support.databases import databases
+from support.ledgers import packs_nothing
 from support.pumping import pump, work_once
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -825,6 +826,7 @@ def module_table() -> str:
                 "catalogue.py",
                 "proving.py",
                 "heads.py",
+                "late.py",
                 "verifying.py",
                 "signing.py",
                 "testing",
@@ -886,6 +888,7 @@ def written(parameter: inspect.Parameter) -> str:
 
 def annotation(given: Any) -> str:
     """An annotation as it is written in the code."""
+    given = given.__forward_arg__ if isinstance(given, ForwardRef) else given  # of a named tuple
     return given.strip("'") if isinstance(given, str) else getattr(given, "__name__", str(given))
 
 
@@ -987,6 +990,13 @@ def rich(tmp_path: Path) -> Path:
         fill_with_usage(ledger)
     with AgentRunLedger(path, durability="process", **options) as ledger:
         fill_side_by_side(ledger)
+    with AgentRunLedger(path, durability="process", **options) as ledger:
+        with ledger.open_run("talk", "talk") as run:
+            said = [{"role": "user", "content": f"{number} " * 1_000} for number in range(10, 16)]
+            for number in range(6):
+                run.step("ask", {"messages": said[: number + 1]}, lambda messages: messages[-1]["content"])
+        with packs_nothing(ledger).open_run("plain", "plain") as run:
+            run.step("large", {}, lambda: "y" * 70_000)
     with AgentRunLedger(path, policy=Suspicious(max_repetitions=2), **options) as ledger:
         fill_by_others(ledger, clock)
         fill_by_forks(ledger)
@@ -1294,7 +1304,7 @@ def verifier() -> Callable[[str], list[str]]:
     names: dict[str, Any] = {}
     exec(compile("\n" * (block.line - 1) + block.text, str(SCHEMA), "exec"), names)
     imported = {node.names[0].name for node in ast.walk(ast.parse(block.text)) if isinstance(node, ast.Import)}
-    assert imported == {"hashlib", "json", "sqlite3"}
+    assert imported == {"hashlib", "json", "sqlite3", "zlib"}
     found: Callable[[str], list[str]] = names["verify"]
     return found
 
@@ -1321,6 +1331,7 @@ quote = """'{"tool":"other"}'"""
         ("entries_are_never_changed", "UPDATE entries SET roots = zeroblob(32) WHERE seq = 1"),
         ("entries_are_never_changed", "UPDATE entries SET fingerprint = zeroblob(32) WHERE kind = 'intent'"),
         ("entries_are_never_deleted", "DELETE FROM entries WHERE seq = 2"),
+        ("entries_are_never_changed", "UPDATE entries SET payload = substr(payload, 2) WHERE encoding = 'packed'"),
         ("payloads_are_never_changed", f"UPDATE payloads SET bytes = {blob(quote)}"),
         ("secrets_are_never_changed", "UPDATE secrets SET secret = zeroblob(32)"),
     ],

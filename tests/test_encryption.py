@@ -22,7 +22,7 @@ from agent_run_ledger import (
     StepFailed,
     StoreCorrupt,
 )
-from agent_run_ledger.contract import AES_GCM, Row, Store
+from agent_run_ledger.contract import AES_GCM, PACKED_AES_GCM, Row, Store
 from agent_run_ledger.stores import open_store
 from agent_run_ledger.stores.encrypted import encrypted
 from agent_run_ledger.stores.encryption import RunCipher
@@ -82,7 +82,7 @@ def test_nothing_of_a_user_stands_in_the_storage_and_everything_is_read_as_it_wa
     ledger = bench.open(encryption=encryption())
     work(ledger)
     rows = kept_rows(bench)
-    assert {row.encoding for row in rows if row.payload is not None} == {AES_GCM}
+    assert {row.encoding for row in rows if row.payload is not None} == {AES_GCM, PACKED_AES_GCM}
     assert MARK not in repr(rows)
     assert MARK.encode() not in b"".join(request.payload for request in bench.store().inbox(RUN, 0))
     record = ledger.get_run(RUN)

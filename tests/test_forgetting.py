@@ -30,6 +30,7 @@ from agent_run_ledger import (
     current_run,
     current_step,
 )
+from agent_run_ledger.drivers import reading
 from agent_run_ledger.stores.sqlite import SqliteStore
 from support.ledgers import GOAL, RUN, Bench, Died, never, program, raising, raw
 from support.processes import environment
@@ -445,17 +446,22 @@ def test_what_was_overwritten_long_before_is_gone_from_its_page_too(path: Path) 
         ledger.execute_step(RUN, "look", {}, lambda: 1)  # and the note goes
         ledger.finish_run(RUN)
         ledger.forget(RUN, scrub=False)
-        ledger._store._files.is_emptied()  # type: ignore[attr-defined]
+        store_of(ledger)._files.is_emptied()
         assert path.name in found_in_files(path, MARK)
         assert ledger.forget(RUN).pending == ()
         assert found_in_files(path, MARK) == []
 
 
+def store_of(ledger: AgentRunLedger) -> SqliteStore:
+    """What keeps its bytes."""
+    store = reading.behind(ledger._store)
+    assert isinstance(store, SqliteStore)
+    return store
+
+
 def without_zeros(ledger: AgentRunLedger) -> None:
     """As most builds of SQLite are."""
-    store = ledger._store
-    assert isinstance(store, SqliteStore)
-    store._files.ready().execute("PRAGMA secure_delete=OFF")
+    store_of(ledger)._files.ready().execute("PRAGMA secure_delete=OFF")
 
 
 def test_without_the_rewriting_the_bytes_are_there_until_the_next_time(path: Path) -> None:
@@ -463,7 +469,7 @@ def test_without_the_rewriting_the_bytes_are_there_until_the_next_time(path: Pat
         without_zeros(ledger)
         ended(ledger)
         ledger.forget(RUN, scrub=False)
-        ledger._store._files.is_emptied()  # type: ignore[attr-defined]
+        store_of(ledger)._files.is_emptied()
         assert found_in_files(path, MARK) == ["ledger.db", "ledger.db-wal"]
         assert ledger.forget(RUN).payloads == 0
         assert found_in_files(path, MARK) == []
@@ -498,9 +504,7 @@ def test_a_file_that_cannot_be_rewritten_is_erased_all_the_same_and_that_is_said
 ) -> None:
     with AgentRunLedger(path) as ledger:
         ended(ledger)
-        store = ledger._store
-        assert isinstance(store, SqliteStore)
-        writer = store._files.ready()
+        writer = store_of(ledger)._files.ready()
 
         def refuses_to_rewrite(action: int, *_: Any) -> int:
             return sqlite3.SQLITE_DENY if action == sqlite3.SQLITE_ATTACH else sqlite3.SQLITE_OK  # as VACUUM begins

@@ -227,7 +227,8 @@ def test_triggers_stand_in_files_of_their_own_that_can_be_left_out() -> None:
     for name, script in scripts():
         kinds = {statement.split()[1] for statement in statements(script) if statement.startswith("CREATE")}
         if "triggers" in name:
-            assert kinds == {"FUNCTION", "TRIGGER"}, name
+            assert "TRIGGER" in kinds, name
+            assert kinds <= {"FUNCTION", "TRIGGER"}, name
         else:
             assert "TRIGGER" not in kinds, name
             assert "TRIGGER" not in without_words(script).upper(), name

@@ -258,7 +258,7 @@ def make_ledger_of(version: int, dsn: str, **options: Any) -> None:
         migrate(dsn, **options)
 
 
-NEW_SINCE = {1: ", deaths, deaths_after", 2: ""}
+NEW_SINCE = {1: ", deaths, deaths_after", 2: "", 3: ""}
 """The columns that a program may change and that came after a version."""
 
 

@@ -25,6 +25,8 @@ from agent_run_ledger import (
     UnserialisableOutput,
     compute_fingerprint,
 )
+from agent_run_ledger.contract import AES_GCM, PACKED, PACKED_AES_GCM, Row
+from agent_run_ledger.testing.stores.words import LISTING
 from support.ledgers import Bench, Died, Tool, raising, raw, told
 
 RUN = "run"
@@ -188,11 +190,35 @@ def test_views_and_records_agree_at_every_turn_of_a_step(bench: Bench, monkeypat
     with pytest.raises(KeyboardInterrupt):
         ledger.execute_step(RUN, "e", {}, raising(KeyboardInterrupt()), effect=Effect.READ)
     see(None)
-    ledger.execute_step(RUN, "f", {}, lambda: "x" * 70_000)
+    ledger.execute_step(RUN, "f", {}, lambda: "x" * 3_000)
     see(None)
     ledger.finish_run(RUN, {"done": True})
     look(bench, ledger)
     assert journal(bench) == ["committed", "committed", "failed", "failed", "failed", "committed"]
+
+
+@pytest.mark.parametrize("kind", ["sqlite", "postgres"])
+def test_of_what_is_packed_or_encrypted_a_view_shows_that_it_is_there_and_no_text(tmp_path: Path, kind: str) -> None:
+    with Bench(kind, tmp_path) as bench:
+        store = bench.store()
+        for number, encoding in enumerate([None, PACKED, AES_GCM, PACKED_AES_GCM], 1):
+            row = Row(
+                1,
+                "intent",
+                "1",
+                1,
+                b'{"tool":"t","step":%d}' % number,
+                bytes(32),
+                b'{"n":1}',
+                b"d" * 32,
+                b"f" * 32,
+                encoding,
+            )
+            assert store.create(f"r{number}", "a", 30.0, b"s" * 32, [row], LISTING)
+        shown = bench.ask("SELECT arguments_json, input_digest, fingerprint FROM run_steps ORDER BY run_id")
+        digests = ((b"d" * 32).hex(), (b"f" * 32).hex())
+        assert shown == [('{"n":1}', *digests), (None, *digests), (None, None, None), (None, None, None)]
+        store.close()
 
 
 def test_an_error_of_an_earlier_attempt_is_shown_until_the_next_outcome(bench: Bench) -> None:

@@ -23,15 +23,20 @@ from agent_run_ledger import (
 )
 from agent_run_ledger.engine.audit import audit
 from agent_run_ledger.engine.history import History
-from support.ledgers import KINDS, Bench, Died, Tool, raising, raw
+from support.ledgers import KINDS, Bench, Died, Tool, packs_nothing, raising, raw
 
 RUN = "audited"
 OTHER = "another"
+SAID = [{"content": f"{number} " * 900, "role": "user"} for number in range(10, 14)]
+"""A conversation of messages that are long enough to be packed."""
 
 
 def every_kind_of_entry(bench: Bench) -> None:
-    """Runs that hold one of each: steps of every outcome, retries, values, a large payload, a cancellation, a park, an end."""
-    ledger = bench.open(loop_threshold=2)
+    """Runs that hold one of each: steps of every outcome, retries, values, a large payload, a packed one, a cancellation, a park, an end."""
+    with bench.open().open_run("talk", "talks") as run:
+        for number in range(3):
+            run.step("ask", {"messages": SAID[: number + 1]}, lambda messages: SAID[len(messages)])
+    ledger = packs_nothing(bench.open(loop_threshold=2))
     with ledger.open_run("audit", RUN) as run:
         run.now()
         run.step("a", {"n": 1}, lambda n: {"text": "ä", "n": n}, effect=Effect.READ)

@@ -18,6 +18,10 @@ SEALED = b"ARLK\x01"
 """What a sealed secret begins with; then come the length of its key's id in one byte, that id, and what was sealed."""
 AES_GCM = "aes-256-gcm"
 """The encoding of what is kept encrypted: `Row.encoding`."""
+PACKED = "packed"
+"""The encoding of what is kept in pieces, some of them copied from earlier entries of the run: `stores/packing.py` says how."""
+PACKED_AES_GCM = "packed, aes-256-gcm"
+"""The encoding of what was packed and then encrypted."""
 
 
 def sealed_under(secret: bytes) -> str | None:
@@ -59,7 +63,7 @@ class Row(NamedTuple):
     fingerprint: bytes | None = None
     """SHA-256 of tool and argument digest, for intents; goes with the payload."""
     encoding: str | None = None
-    """How the payload is kept where it is not kept plainly."""
+    """How the payload is kept where it is not kept plainly; None for whoever uses a ledger's own store, which gives every payload plainly."""
 
 
 class Append(NamedTuple):
@@ -173,6 +177,8 @@ class Erasure(NamedTuple):
     requests: Sequence[tuple[int, int]] = ()
     secret: bool = False
     """Whether the run's secret goes, too."""
+    packed: Sequence[Row] = ()
+    """Entries that stay and copied from what goes, each with the packed payload that takes the place of its own. All else of them stays."""
 
 
 class Tombstone(NamedTuple):
@@ -356,7 +362,8 @@ class Store(Queues, Protocol):
     def erase(self, run_id: str, token: int, rows: Sequence[Row], erasure: Erasure) -> None:
         """Append these rows, which say so, and erase what `erasure` names, in one transaction, on stable storage.
 
-        Payloads go with their digests, fingerprints and encodings; what another entry of the run shares stays that one's. Requests lose
+        Payloads go with their digests, fingerprints and encodings; what another entry of the run shares stays that one's. Packed payloads
+        of entries that stay are put in the place of those there, and of nothing that is not packed. Requests lose
         what was asked, which is `{}` then, and who asked. Raises `LeaseLost` where the token is old. May be called again as it was.
         """
 

@@ -33,6 +33,7 @@ from agent_run_ledger.errors import (
     UnserialisableArguments,
 )
 from agent_run_ledger.fleet.face import Fleet
+from agent_run_ledger.late import Late
 from agent_run_ledger.operator import Operator
 from agent_run_ledger.rules import canonical, digests, loops
 from agent_run_ledger.rules.budget import Limits, shared, shared_budget
@@ -40,6 +41,7 @@ from agent_run_ledger.rules.names import check_name, check_run_id, is_account
 from agent_run_ledger.run import OpenRun, branch_of, finish, function_call, perform
 from agent_run_ledger.stores import lifetime, open_store
 from agent_run_ledger.stores.clock import SystemClock
+from agent_run_ledger.stores.packed import packed
 from agent_run_ledger.stores.room import Room
 from agent_run_ledger.words import MIN_FREE, RunState
 
@@ -218,6 +220,7 @@ class Ledger(Operator):
 
     def _stand_on(self, store: Store, clock: Clock) -> None:
         """Be a new owner of nothing in this store."""
+        store = packed(store)
         self._store, self._clock = store, clock
         self._leases = Leases(store, clock, *self._terms)
         self._driver = SyncDriver(store, clock, self._leases, self._durability)
@@ -511,7 +514,7 @@ class Ledger(Operator):
         if self._encryption is not None:
             store = _encrypted(store, self._encryption)
         try:
-            return Copying(self, store, told).run(run_id, children=children)
+            return Copying(self, packed(store), told).run(run_id, children=children)
         finally:
             store.close()
 
@@ -883,8 +886,6 @@ class AgentRunLedger(Fleet, Ledger):
         doubt of registered tools, and of those in `tools` by name, are settled first, as their effects say; one that cannot be is in
         the records as BLOCKED.
         """
-        from agent_run_ledger.engine import records
-
         run = self._run(run_id)
         known = self._tools
         if tools:
@@ -900,9 +901,28 @@ class AgentRunLedger(Fleet, Ledger):
             with run.lock:
                 run.restart()
                 runs.skip_recorded(run)
-                return records.step_records(run.history, partial(self._store.payload, run_id), replayed=True)
+                return self._records(run)
         finally:
             run.__exit__(None, None, None)
+
+    def _records(self, run: HeldRun) -> list[StepRecord]:
+        """The steps of a run as they are now: made when somebody looks at them, or before they change."""
+        history = run.history
+        kept = list(history.positions.values())
+
+        def made() -> list[StepRecord]:
+            from agent_run_ledger.engine.records import step_record
+
+            fetch = partial(self._store.payload, run.run_id)
+            return [step_record(run.run_id, step, fetch, replayed=True) for step in kept]
+
+        if not all(step.is_kept for step in kept):
+            return made()  # long values are looked up, which takes the store
+        if run.before_change is not None:
+            run.before_change()
+        late = Late(made, len(kept))
+        run.before_change = late.filling()
+        return late
 
     def recover(self) -> list[str]:
         """Go on with every run of a registered agent that nobody works on, and return the ids of those that ended.

@@ -50,6 +50,7 @@ from agent_run_ledger.run import Run
 from agent_run_ledger.stores import open_store
 from agent_run_ledger.stores.clock import SystemClock
 from agent_run_ledger.stores.memory import MemoryStore
+from agent_run_ledger.stores.packed import packed
 from agent_run_ledger.words import RunState
 
 Verdict = Literal["goes on", "stands", "diverges", "fails", "not here"]
@@ -170,7 +171,7 @@ def _opened(ledger: AgentRunLedger | RunLedger, db_path: str | os.PathLike[str] 
             return store, True
     if os.fsdecode(db_path) == ":memory:":
         raise StoreUnavailable("a ledger in memory has no run that could be read; give the path of a database (--db)")
-    return open_store(db_path, durability="full", clock=SystemClock(), read_only=True), False
+    return packed(open_store(db_path, durability="full", clock=SystemClock(), read_only=True)), False
 
 
 def _has_ended(summary: Summary) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -9,14 +10,15 @@ from typing import Any
 import psycopg
 
 from agent_run_ledger import AgentRunLedger, Budget, Effect, LedgerError, Receipt, RetryPolicy, StepFailed, current_step
-from support.ledgers import Bench, Died, raising, raw
+from support.ledgers import Bench, Died, packs_nothing, raising, raw
+from support.talking import message, text
 
 LONG = "long"
 """A run of a thousand entries."""
 
 
 def everything(bench: Bench) -> None:
-    """Runs with retries, branches, doubts, signals, children, a shared budget, a dead letter, a fork, long payloads and 1,000 entries."""
+    """Runs with retries, branches, doubts, signals, children, a shared budget, a dead letter, a fork, long payloads, packed ones and 1,000 entries."""
     ledger = bench.open(loop_threshold=3, max_steps=600)
     pool = ledger.budget("team", usd="1.00")
 
@@ -62,6 +64,14 @@ def everything(bench: Bench) -> None:
         with suppress(LedgerError):
             run.sleep(5)
     ledger.fork("varied", 3, by="ann", new_run_id="forked")
+
+    with packs_nothing(bench.open()).open_run("audit", "plain") as run:
+        run.step("large", {"n": 2}, lambda: "x" * 70_000)
+    rng, messages = random.Random(1), []
+    with ledger.open_run("talk", "talks") as run:
+        for _ in range(5):
+            messages = [*messages, message("user", text(rng, 2_500))]
+            run.step("ask", {"messages": messages}, lambda messages: messages[-1]["content"], effect=Effect.READ)
 
     ledger.create_run("loop", "looping")
     with suppress(LedgerError):

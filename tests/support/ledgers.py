@@ -8,16 +8,18 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn, Self, cast
 
 import psycopg
 import pytest
 
 from agent_run_ledger import AgentRunLedger, RunLedger, Step
 from agent_run_ledger.contract import Row, Store
+from agent_run_ledger.drivers import reading
 from agent_run_ledger.stores import open_store
 from agent_run_ledger.stores.clock import SystemClock
 from agent_run_ledger.stores.memory import MemoryStore
+from agent_run_ledger.stores.packed import PackedStore, packed
 from agent_run_ledger.stores.postgres import PostgresStore
 from agent_run_ledger.testing import FakeClock
 from support.clocks import DatabaseClock, ledger_with_a_clock
@@ -109,14 +111,22 @@ class Bench:
         self.clock.advance(LEASE_SECONDS + 1)
 
     def rows(self, run_id: str) -> list[Row]:
-        """Every entry of a run."""
+        """Every entry of a run, as it was written."""
         if self._looking is None:
-            self._looking = self.store()
+            self._looking = packed(self.store())
         return self._looking.read(run_id)
 
     def kinds(self, run_id: str) -> list[str]:
         """What the entries of a run are, in order."""
         return [row.kind for row in self.rows(run_id)]
+
+    def ask(self, statement: str) -> list[tuple[Any, ...]]:
+        """What anybody with the storage can read in it, where it speaks SQL."""
+        if self.dsn is None:
+            with raw(self.path) as file:
+                return [tuple(row) for row in file.execute(statement)]
+        with psycopg.connect(self.dsn) as connection:
+            return connection.execute(statement).fetchall()  # type: ignore[call-overload, no-any-return]
 
     def execute(self, *statements: str, without_triggers: bool = False) -> None:
         """What anybody with the storage can do to it, where it speaks SQL: these statements, in one transaction."""
@@ -130,6 +140,19 @@ class Bench:
                 connection.execute("SET LOCAL session_replication_role = replica")
             for statement in statements:
                 connection.execute(statement)
+
+
+def packs_nothing(ledger: AgentRunLedger) -> AgentRunLedger:
+    """The ledger, from now on as one of a schema before 6: all its payloads stand plainly, long ones in a table of their own."""
+    ledger._stand_on(cast(Store, _PacksNothing(reading.behind(ledger._store))), ledger._clock)
+    return ledger
+
+
+class _PacksNothing(PackedStore):
+    def __init__(self, inner: Store) -> None:
+        super().__init__(inner)
+        for verb in ("create", "enqueue", "adopt", "append", "append_all"):
+            setattr(self, verb, getattr(inner, verb))
 
 
 RUN, GOAL = "run", "go on"

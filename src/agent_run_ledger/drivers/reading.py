@@ -25,9 +25,10 @@ def pages(store: Store, run_id: str, after: int = 0, payloads_up_to: int = KEPT_
 
 
 def behind(store: Store) -> Store:
-    """What keeps a store's bytes, as they are kept: another store, where the first one encrypts."""
-    kept: Store = getattr(store, "inner", store)
-    return kept
+    """What keeps a store's bytes, as they are kept: the last of the stores, where others in front of it pack and encrypt."""
+    while (kept := getattr(store, "inner", None)) is not None:
+        store = kept
+    return store
 
 
 def opened(store: Store, run_id: str) -> bytes:

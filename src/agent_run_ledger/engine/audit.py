@@ -8,7 +8,7 @@ from hashlib import sha256
 from typing import Any, NamedTuple
 
 from agent_run_ledger import merkle
-from agent_run_ledger.contract import AES_GCM, Head, Listing, Request, Row, sealed_under
+from agent_run_ledger.contract import AES_GCM, PACKED, PACKED_AES_GCM, Head, Listing, Request, Row, sealed_under
 from agent_run_ledger.engine.audit_budgets import BudgetAudit
 from agent_run_ledger.engine.erasing import Spans
 from agent_run_ledger.engine.history import KEPT_BYTES, History, parse
@@ -274,11 +274,15 @@ class Audit:
                 self.found(seq, "payload", "the payload is erased, and a column that goes with it is not")
             return
         self.kept.add(seq)
-        if row.encoding == AES_GCM and self.is_sealed:
+        if row.encoding in (AES_GCM, PACKED_AES_GCM) and self.is_sealed:
             self.unchecked += 1
             return
-        if row.encoding == AES_GCM:
+        if row.encoding in (AES_GCM, PACKED_AES_GCM):
             message = "the payload cannot be decrypted: it was not encrypted for this entry, or was changed"
+            self.found(seq, "payload", message)
+            return
+        if row.encoding == PACKED:
+            message = "the payload is packed and cannot be put together: it, or one from which it copies, was changed"
             self.found(seq, "payload", message)
             return
         if row.encoding is not None:

@@ -42,7 +42,7 @@ def readable(run_id: str, secret: bytes, read: Pages, fetch: Payload) -> Readabl
     for step in history.positions.values():
         try:
             record = _sound(step_record(run_id, step, fetch))
-        except DAMAGE as error:
+        except (*DAMAGE, StoreCorrupt) as error:
             said = f"step {step.number} cannot be read ({type(error).__name__}: {error})"
             seen.trouble = seen.trouble or said
             record = StepRecord("", run_id, step.number, step.tool, None, str(step.state), error_message=said)

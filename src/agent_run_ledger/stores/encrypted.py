@@ -126,6 +126,7 @@ class EncryptedStore:
         self.inner.annotate(run_id, token, note)
 
     def erase(self, run_id: str, token: int, rows: Sequence[Row], erasure: Erasure) -> None:
+        erasure = erasure._replace(packed=self._sealed(run_id, erasure.packed))
         self.inner.erase(run_id, token, self._sealed(run_id, rows), erasure)
         if erasure.secret:
             self._ciphers.pop(run_id, None)

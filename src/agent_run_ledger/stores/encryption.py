@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
-from agent_run_ledger.contract import AES_GCM, SEALED, SECRET_BYTES, Row, sealed_under
+from agent_run_ledger.contract import AES_GCM, PACKED, PACKED_AES_GCM, SEALED, SECRET_BYTES, Row, sealed_under
 from agent_run_ledger.errors import KeyUnavailable, StoreCorrupt
 
 if TYPE_CHECKING:
@@ -17,6 +17,9 @@ _KEY_BYTES, _NONCE_BYTES = 32, 12
 OVERHEAD_BYTES = _NONCE_BYTES + 16
 """By how much a piece is longer once it is encrypted: its nonce and its tag."""
 _MOST_KEY_ID_BYTES = 255
+_SEALED_AS = {None: AES_GCM, PACKED: PACKED_AES_GCM}
+_OPENED_AS: dict[str | None, str | None] = {AES_GCM: None, PACKED_AES_GCM: PACKED}
+"""How what is encrypted is kept, and what it is once it is decrypted."""
 
 
 class Encryption:
@@ -108,16 +111,16 @@ class RunCipher(NamedTuple):
 
     def seal_row(self, row: Row) -> Row:
         """The row with its payload and its digests encrypted."""
-        if row.payload is None or row.digest is None or row.encoding is not None:
+        if row.payload is None or row.digest is None or row.encoding not in _SEALED_AS:
             return row
         place = _place_of(row)
         digests = row.digest + (row.fingerprint or b"")
         payload, digest = self.seal(row.payload, b"payload", *place), self.seal(digests, b"digest", *place)
-        return row._replace(payload=payload, digest=digest, fingerprint=None, encoding=AES_GCM)
+        return row._replace(payload=payload, digest=digest, fingerprint=None, encoding=_SEALED_AS[row.encoding])
 
     def open_row(self, row: Row) -> Row:
         """The row as it was. Raises `StoreCorrupt` where it is not what was encrypted for this place."""
-        if row.encoding != AES_GCM:
+        if row.encoding not in _OPENED_AS:
             return row
         place = _place_of(row)
         try:
@@ -128,7 +131,9 @@ class RunCipher(NamedTuple):
                 f"run {self.run_id!r}, entry {row.seq}: what is encrypted there was not encrypted for this entry, or was changed. Nothing was "
                 "changed now; run `agent-run-ledger verify` and restore from a backup."
             ) from error
-        return row._replace(payload=payload, digest=digests[:32], fingerprint=digests[32:] or None, encoding=None)
+        return row._replace(
+            payload=payload, digest=digests[:32], fingerprint=digests[32:] or None, encoding=_OPENED_AS[row.encoding]
+        )
 
     def seal(self, piece: bytes, *place: bytes) -> bytes:
         """The piece, encrypted for this place."""

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from agent_run_ledger.contract import (
+    PACKED,
+    PACKED_AES_GCM,
     SECRET_BYTES,
     Append,
     Beat,
@@ -170,7 +172,7 @@ class MemoryStore:
     def append(self, run_id: str, token: int, inbox: int, rows: Sequence[Row], *, synced: bool) -> bool:
         with self._mutex:
             run = self._fenced(run_id, token)
-            if rows and run.rows[rows[0].seq - 1 :][: len(rows)] == list(rows):
+            if rows and _stand(run.rows[rows[0].seq - 1 :][: len(rows)], rows):
                 return True
             if len(run.requests) != inbox:
                 return False
@@ -264,7 +266,7 @@ class MemoryStore:
     def erase(self, run_id: str, token: int, rows: Sequence[Row], erasure: Erasure) -> None:
         with self._mutex:
             run = self._fenced(run_id, token)
-            if run.rows[rows[0].seq - 1 :] != list(rows):
+            if not _stand(run.rows[rows[0].seq - 1 :], rows):
                 _refuse_gaps(run.rows, rows)
                 run.rows.extend(rows)
             for first, last in erasure.entries:
@@ -272,6 +274,10 @@ class MemoryStore:
                     row._replace(payload=None, digest=None, fingerprint=None, encoding=None)
                     for row in run.rows[first - 1 : last]
                 ]
+            for anew in erasure.packed:
+                before = run.rows[anew.seq - 1]
+                if before.encoding == anew.encoding and before.encoding in (PACKED, PACKED_AES_GCM):
+                    run.rows[anew.seq - 1] = before._replace(payload=anew.payload)
             for first, last in erasure.requests:
                 asked = run.requests[first - 1 : last]
                 run.requests[first - 1 : last] = [each._replace(payload=b"{}", who="") for each in asked]
@@ -479,6 +485,13 @@ def _shortened(row: Row, payloads_up_to: int) -> Row:
     if row.payload is None or row.digest is None or len(row.payload) <= payloads_up_to:
         return row
     return row._replace(payload=None)
+
+
+def _stand(there: Sequence[Row], rows: Sequence[Row]) -> bool:
+    """Whether these are the same entries, however their payloads are kept; they may have been erased since."""
+    return len(there) == len(rows) and all(
+        old[:6] == new[:6] and old.digest in (None, new.digest) for old, new in zip(there, rows, strict=True)
+    )
 
 
 def _refuse_gaps(rows: Sequence[Row], new: Sequence[Row]) -> None:

@@ -13,7 +13,7 @@ from agent_run_ledger.stores.filelock import WriteLock
 
 APPLICATION_ID = 0x41524C31
 """What `PRAGMA application_id` says in every ledger: "ARL1"."""
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 """The number of the last file in `migrations`."""
 
 OBJECTS = "SELECT type || ' ' || name, sql FROM sqlite_master WHERE sql IS NOT NULL AND name NOT LIKE 'sqlite_%'"

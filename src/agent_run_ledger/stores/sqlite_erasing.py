@@ -20,6 +20,10 @@ _ERASE = """
 UPDATE entries SET payload = NULL, digest = NULL, fingerprint = NULL, encoding = NULL
 WHERE run_id = ? AND seq BETWEEN ? AND ? AND (payload IS NOT NULL OR digest IS NOT NULL OR fingerprint IS NOT NULL)
 """
+# What stays and copied from what goes.
+_REPACK = """
+UPDATE entries SET payload = ? WHERE run_id = ? AND seq = ? AND encoding = ? AND payload IS NOT NULL AND digest IS NOT NULL
+"""
 # What no entry names any more; then it may go with the digest that it was found by.
 _ERASE_LARGE = """
 UPDATE payloads SET bytes = NULL WHERE run_id = ?1 AND bytes IS NOT NULL
@@ -61,6 +65,8 @@ class Erasing:
                 self._log.insert(db, run_id, rows)
             for first, last in erasure.entries:
                 db.execute(_ERASE, (run_id, first, last))
+            for row in erasure.packed:
+                db.execute(_REPACK, (row.payload, run_id, row.seq, row.encoding))
             db.execute(_ERASE_LARGE, (run_id,))
             db.execute(_DROP_LARGE, (run_id,))
             for first, last in erasure.requests:

@@ -18,6 +18,7 @@ from agent_run_ledger.engine.effects import Inquire, Invoke, Rest, Turn, Wait, W
 from agent_run_ledger.engine.history import History, StepHistory
 from agent_run_ledger.errors import ReplayDivergence, StepInDoubt, UndeclaredEffectWarning
 from agent_run_ledger.ledger import Ledger
+from agent_run_ledger.stores.packed import packed
 from agent_run_ledger.testing.clock import SkippingClock
 from agent_run_ledger.testing.notes import (
     Asked,
@@ -391,6 +392,7 @@ class _MortalStore:
 
 def histories(store: Store) -> Iterator[History]:
     """Every run in a store, as its log says it."""
+    store = packed(store)
     for summary in list(store.summaries()):
         run_id = summary.head.run_id
         yield History.read(run_id, store.secret(run_id), store.read(run_id))

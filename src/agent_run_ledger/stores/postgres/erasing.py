@@ -23,6 +23,10 @@ _ERASE = b"""
 UPDATE entries SET payload = NULL, digest = NULL, fingerprint = NULL, encoding = NULL
 WHERE run_id = %s AND seq BETWEEN %s AND %s AND (payload IS NOT NULL OR digest IS NOT NULL OR fingerprint IS NOT NULL)
 """
+# What stays and copied from what goes.
+_REPACK = b"""
+UPDATE entries SET payload = %b WHERE run_id = %s AND seq = %s AND encoding = %s AND payload IS NOT NULL AND digest IS NOT NULL
+"""
 # What no entry names any more; then it may go with the digest that it was found by.
 _ERASE_LARGE = b"""
 UPDATE payloads SET bytes = NULL WHERE run_id = %s AND bytes IS NOT NULL
@@ -65,6 +69,8 @@ def erase(run_id: str, token: int, rows: Sequence[Row], erasure: Erasure, link: 
                 link.execute(_INSERT, (run_id, *row))
         for first, last in erasure.entries:
             link.execute(_ERASE, (run_id, first, last))
+        for row in erasure.packed:
+            link.execute(_REPACK, (row.payload, run_id, row.seq, row.encoding))
         link.execute(_ERASE_LARGE, (run_id,))
         link.execute(_DROP_LARGE, (run_id,))
         for first, last in erasure.requests:

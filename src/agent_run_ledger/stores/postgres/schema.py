@@ -11,7 +11,7 @@ import psycopg
 from agent_run_ledger.errors import NotALedger, SchemaTooNew, StoreError
 from agent_run_ledger.stores.postgres.link import Link, unhurried
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 """The number of the last file in `migrations`."""
 
 TABLES = ("meta", "entries", "payloads", "runs", "inbox", "secrets", "tombstones", "queues", "workers")
