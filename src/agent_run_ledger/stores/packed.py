@@ -19,6 +19,7 @@ from agent_run_ledger.contract import (
     Tombstone,
 )
 from agent_run_ledger.errors import LedgerError, StoreCorrupt
+from agent_run_ledger.stores import lifetime
 from agent_run_ledger.stores.packing import MOST_BYTES, STRING_BYTES, plain_size
 
 if TYPE_CHECKING:  # what only long payloads need is imported with the first of them
@@ -49,6 +50,10 @@ class PackedStore:
     def __init__(self, inner: Store) -> None:
         self.inner = inner
         self.is_remote = inner.is_remote
+        self._know_nothing()
+        lifetime.watch(self)
+
+    def _know_nothing(self) -> None:
         self._made_unpacking: Unpacking | None = None
         self._runs: dict[str, Repeats] = {}
         """What is known of the runs that were written to last. Who packs takes it out, and puts it back once that is written."""
@@ -58,6 +63,24 @@ class PackedStore:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
+    # --- forks, and the end -------------------------------------------------------------------------------------------
+
+    def before_fork(self) -> None:
+        """Nothing is open here, and the store behind looks after itself."""
+
+    def after_fork_in_parent(self) -> None:
+        """What is known stays known."""
+
+    def after_fork_in_child(self) -> None:
+        """Whoever held the lock or was half done is not here."""
+        self._know_nothing()
+
+    def close(self) -> None:
+        self.inner.close()
+        lifetime.forget(self)
+
+    # --- writing ------------------------------------------------------------------------------------------------------
+
     @property
     def _unpacking(self) -> Unpacking:
         if self._made_unpacking is None:
@@ -65,8 +88,6 @@ class PackedStore:
 
             self._made_unpacking = Unpacking(self.inner)
         return self._made_unpacking
-
-    # --- writing ------------------------------------------------------------------------------------------------------
 
     def create(
         self, run_id: str, owner: str, lease_seconds: float, secret: bytes, rows: Sequence[Row], listing: Listing
