@@ -3,6 +3,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 JOBS ?= auto
+BENCH ?= --json benchmarks/results/latest.json --page docs/benchmarks.md
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
@@ -28,8 +29,8 @@ test-system: environment ## tests that need the machine: strace, faketime, mount
 	$(PYTEST) -m system
 	PYTHONPATH=src:tests $(BIN)/python tests/system/other_servers.py -n $(JOBS) --dist worksteal
 
-bench: environment ## measure against the floor and the peers: tables, docs/benchmarks.md and a JSON; BENCH=--quick for a look
-	$(BIN)/python benchmarks --json benchmarks/results/latest.json --page docs/benchmarks.md $(BENCH)
+bench: environment ## measure against the floor and the peers: tables, docs/benchmarks.md, JSON; BENCH=--quick for a look that writes nothing
+	$(BIN)/python benchmarks $(BENCH)
 
 coverage: environment ## which lines and branches the tests reach, subprocesses included
 	$(BIN)/coverage erase

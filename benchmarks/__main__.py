@@ -29,6 +29,7 @@ from tables import Table, as_data, markdown  # noqa: E402
 
 PARTS = {
     "steps": "steps",
+    "counts": "counts",
     "lengths": "lengths",
     "resuming": "resuming",
     "cold": "cold",

@@ -227,7 +227,7 @@ class Bench:
         """The interpreter of a peer's environment, which is made where it is missing."""
         if peer not in self._pythons:
             self.say(f"the environment of {peer}")
-            command = [sys.executable, ROOT / "tools" / "environment.py", f".venv-{peer}", f"bench-{peer}"]
+            command = [sys.executable, str(ROOT / "tools" / "environment.py"), f".venv-{peer}", f"bench-{peer}"]
             done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
             python = ROOT / f".venv-{peer}" / "bin" / "python"
             said = NotMeasured(f"its environment: {last_words(done.stderr, done.returncode)}")

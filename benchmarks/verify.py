@@ -47,7 +47,7 @@ def verifying(bench: Bench) -> Table:
         assert ledger.verify().ok
         runs = by_run(rows)
         least, checks = fastest(lambda: floor(rows)), fastest(ledger.verify)
-        hashes = fastest(lambda: [hashed(run) for run in runs])
+        hashes = fastest(lambda: all_hashed(runs))
 
     def figures(seconds: float) -> dict[str, float]:
         return {"entries/s": len(rows) / seconds, "of the floor": least / seconds}
@@ -115,6 +115,11 @@ def hashed(rows: list[Row]) -> None:
     for size, row in enumerate(rows):
         frontier, roots = merkle.append(frontier, size, merkle.leaf_hash(row.body))
         assert roots == row.roots
+
+
+def all_hashed(runs: list[list[Row]]) -> None:
+    for rows in runs:
+        hashed(rows)
 
 
 def floor(rows: list[Row]) -> None:

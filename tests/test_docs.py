@@ -31,7 +31,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, ForwardRef, Literal, Self
 
 import pytest
 
@@ -826,6 +826,7 @@ def module_table() -> str:
                 "catalogue.py",
                 "proving.py",
                 "heads.py",
+                "late.py",
                 "verifying.py",
                 "signing.py",
                 "testing",
@@ -887,6 +888,7 @@ def written(parameter: inspect.Parameter) -> str:
 
 def annotation(given: Any) -> str:
     """An annotation as it is written in the code."""
+    given = given.__forward_arg__ if isinstance(given, ForwardRef) else given  # of a named tuple
     return given.strip("'") if isinstance(given, str) else getattr(given, "__name__", str(given))
 
 

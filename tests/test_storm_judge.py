@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from agent_run_ledger import AgentRunLedger
-from agent_run_ledger.contract import Head, Row
+from agent_run_ledger.contract import Row
 from agent_run_ledger.stores.memory import MemoryStore
 from support.chaos.checker import Evidence, judge, overtaken
 from support.chaos.journal import Journal, Note, read
@@ -195,9 +195,7 @@ def a_run_that_is_due(evidence: Evidence) -> None:
 
 
 def _change_head(evidence: Evidence, **changes: Any) -> None:
-    head = evidence.heads["clerk"]
-    said = {name: getattr(head, name) for name in Head.__slots__}
-    evidence.heads["clerk"] = Head(**(said | changes))
+    evidence.heads["clerk"] = evidence.heads["clerk"]._replace(**changes)
 
 
 def a_finding(evidence: Evidence) -> None:

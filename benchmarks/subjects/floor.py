@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from talk import introduce, serve, timed
+from talk import SYNCED, introduce, level_of, serve, timed
 
 RUN, ARGUMENTS, OUTCOME = "run_4f0a6f8c1b2d3e4f5a6b", '{"invoice_id":"INV-109","n":1}', '{"ok":true,"total":12}'
 
@@ -78,17 +78,16 @@ def on_postgres(url: str, *, is_synced: bool) -> Callable[[], None]:
 def main(place: str, level: str, *options: str) -> None:
     verbs: dict[str, Callable[..., Any]] = {}
     is_synced = level == "FULL"
-    survives = f"survives the {'machine' if is_synced else 'process'}"
     if "://" in place:
         step = on_postgres(place, is_synced=is_synced)
-        introduce("floor F", f"synchronous_commit={'on' if is_synced else 'off'}: {survives}")
+        introduce("floor F", SYNCED if is_synced else "synchronous_commit=off: survives the process")
     else:
         db = sqlite3.connect(place, isolation_level=None)
         db.execute("PRAGMA journal_mode=WAL")
         db.execute(f"PRAGMA synchronous={level}")
         step = on_sqlite(db, ", UNIQUE (run, number)" if "keyed" in options else "")
         verbs["throughput"] = in_batches(db)
-        introduce("floor F", f"WAL, synchronous={level}: {survives}")
+        introduce("floor F", level_of(db))
     serve(verbs | {"steps": lambda count: timed(step, count)})
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import closing
 from typing import Any
 
-from talk import INVOICE, OUTPUT, introduce, serve, timed
+from talk import INVOICE, OUTPUT, introduce, level_of, serve, timed
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS runs (run_id TEXT PRIMARY KEY, goal TEXT, status TEXT, created_at REAL);
@@ -63,7 +63,8 @@ def main(place: str) -> None:
         number += 1
         ledger.execute_step(run_id, "fetch_invoice", {"invoice_id": INVOICE, "n": number}, lambda: OUTPUT)
 
-    introduce("naive ledger", "rollback journal, synchronous=FULL: survives the machine")
+    with closing(sqlite3.connect(place)) as db:
+        introduce("naive ledger", level_of(db))
     serve({"steps": lambda count: timed(step, count)})
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import absurdctl
 import psycopg
 from absurd_sdk import Absurd
-from talk import INVOICE, OUTPUT, introduce, serve, timed
+from talk import INVOICE, OUTPUT, SYNCED, introduce, serve, timed
 
 QUEUE, TASK = "benchmark", "invoices"
 
@@ -33,7 +33,7 @@ def main(url: str) -> None:
             number += 1
             ctx.step(f"fetch_invoice {number}", lambda: OUTPUT)
 
-        introduce(f"absurd-sdk {version('absurd-sdk')}", "synchronous_commit=on: survives the machine")
+        introduce(f"absurd-sdk {version('absurd-sdk')}", SYNCED)
         serve({"steps": lambda count: timed(step, count)})
 
     app.spawn(TASK, {"invoice_id": INVOICE})

@@ -8,7 +8,7 @@ from importlib.metadata import version
 
 from burr.core import ApplicationBuilder, State, action
 from burr.core.persistence import SQLitePersister
-from talk import INVOICE, OUTPUT, introduce, serve, timed
+from talk import INVOICE, OUTPUT, introduce, level_of, serve, timed
 
 
 @action(reads=["n"], writes=["n", "output"])
@@ -18,11 +18,9 @@ def fetch_invoice(state: State) -> State:
 
 def main(place: str, synchronous: str | None = None) -> None:
     connection = sqlite3.connect(place)
-    promise = "rollback journal, synchronous=FULL: survives the machine"
     if synchronous is not None:
         connection.execute("PRAGMA journal_mode=WAL")
         connection.execute("PRAGMA synchronous=NORMAL")
-        promise = "WAL, synchronous=NORMAL: survives the process"
     persister = SQLitePersister(place, connection=connection)
     persister.initialize()
     application = (
@@ -39,7 +37,7 @@ def main(place: str, synchronous: str | None = None) -> None:
         .with_state_persister(persister)
         .build()
     )
-    introduce(f"apache-burr {version('apache-burr')}", promise)
+    introduce(f"apache-burr {version('apache-burr')}", level_of(connection))
     serve({"steps": lambda count: timed(application.step, count)})
 
 

@@ -11,7 +11,7 @@ from importlib.metadata import version
 from typing import Any
 
 from dbos import DBOS, DBOSConfig
-from talk import INVOICE, OUTPUT, conversation, introduce, serve, timed
+from talk import INVOICE, OUTPUT, SYNCED, conversation, introduce, level_of, serve, timed
 
 
 class InWal(sqlite3.Connection):
@@ -73,15 +73,13 @@ def main(place: str, synchronous: str | None = None, *options: str) -> None:
     is_server = place.startswith("postgresql:")
     url = place.replace("postgresql:", "postgresql+psycopg:", 1) if is_server else f"sqlite:///{place}"
     config: DBOSConfig = {"name": "benchmark", "system_database_url": url, "log_level": "CRITICAL"}
-    promise = "synchronous_commit=on" if is_server else "rollback journal, synchronous=FULL"
+    connection = InWal if synchronous == "NORMAL" else sqlite3.Connection
     if synchronous == "NORMAL":
-        config["db_engine_kwargs"] = {"connect_args": {"factory": InWal}}
-        promise = "WAL, synchronous=NORMAL"
+        config["db_engine_kwargs"] = {"connect_args": {"factory": connection}}
     logging.disable(logging.CRITICAL)
     DBOS(config=config)
     DBOS.launch()
-    survives = "process" if synchronous == "NORMAL" else "machine"
-    introduce(f"dbos {version('dbos')}", f"{promise}: survives the {survives}")
+    introduce(f"dbos {version('dbos')}", SYNCED if is_server else level_of(sqlite3.connect(place, factory=connection)))
     if "async" in options:
         serve({"throughput": lambda runs, count: asyncio.run(side_by_side(runs, count))})
     else:

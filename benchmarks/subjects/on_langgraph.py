@@ -12,7 +12,6 @@ import sqlite3
 import sys
 import time
 from collections.abc import Callable
-from contextlib import closing
 from importlib.metadata import version
 from itertools import pairwise
 from typing import Any, TypedDict
@@ -23,7 +22,7 @@ from langgraph.checkpoint.sqlite import SqliteSaver
 from langgraph.checkpoint.sqlite.aio import AsyncSqliteSaver
 from langgraph.func import entrypoint, task
 from langgraph.graph import END, START, MessagesState, StateGraph
-from talk import INVOICE, OUTPUT, answer, conversation, introduce, requests, serve, timed
+from talk import INVOICE, OUTPUT, SYNCED, answer, conversation, introduce, level_of, requests, serve, timed
 
 
 class State(TypedDict):
@@ -42,16 +41,13 @@ def saver_for(place: str, synchronous: str | None) -> tuple[Any, str]:
 
         saver = PostgresSaver(psycopg.connect(place, autocommit=True, prepare_threshold=0, row_factory=dict_row))
         saver.setup()
-        return saver, "synchronous_commit=on: survives the machine"
+        return saver, SYNCED
     connection = sqlite3.connect(place, check_same_thread=False)
     if synchronous is not None:
         connection.execute(f"PRAGMA synchronous={synchronous}")
     saver = SqliteSaver(connection)
     saver.setup()
-    with closing(connection.cursor()) as cursor:
-        (journal,), (level,) = (cursor.execute(f"PRAGMA {name}").fetchone() for name in ("journal_mode", "synchronous"))
-    survives = "the machine" if level == 2 else "the process"
-    return saver, f"{journal.upper()}, synchronous={('OFF', 'NORMAL', 'FULL')[level]}: survives {survives}"
+    return saver, level_of(connection)
 
 
 def looping(node: Callable[[State], Any], saver: Any) -> Any:

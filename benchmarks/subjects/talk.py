@@ -10,6 +10,7 @@ import itertools
 import json
 import os
 import random
+import sqlite3
 import string
 import sys
 import time
@@ -17,8 +18,11 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 INVOICE = "INV-109"
-OUTPUT = {"ok": True, "total": 12}
+OUTPUT: dict[str, object] = {"ok": True, "total": 12}
 """What the function of every step answers. It costs nothing, so that what is measured is what keeps it."""
+
+SYNCED = "synchronous_commit=on: survives the machine"
+"""What a commit promises on PostgreSQL as it comes."""
 
 
 def introduce(name: str, promise: str) -> None:
@@ -72,19 +76,22 @@ def conversation(count: int, asked: int, answered: int, kind: str) -> Iterator[t
         yield text(asked), text(answered)
 
 
+def level_of(db: sqlite3.Connection) -> str:
+    """How this connection commits, and what a commit survives."""
+    ((journal,), (level,)) = (db.execute(f"PRAGMA {name}").fetchone() for name in ("journal_mode", "synchronous"))
+    name = "WAL" if journal == "wal" else "rollback journal"
+    survives = "the machine" if level >= 2 else "the process"
+    return f"{name}, synchronous={('OFF', 'NORMAL', 'FULL', 'EXTRA')[level]}: survives {survives}"
+
+
 def peak_kib() -> int:
     """The most memory that this process has had at once, in KiB.
 
     It is the kernel's high-water mark of what the process runs now: `ru_maxrss` would count what its parent had at the moment of the
     fork, too.
     """
-    try:
-        with open("/proc/self/status", encoding="ascii") as file:
-            return next(int(line.split()[1]) for line in file if line.startswith("VmHWM:"))
-    except OSError:
-        import resource
-
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // (1024 if sys.platform == "darwin" else 1)
+    with open("/proc/self/status", encoding="ascii") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith("VmHWM:"))
 
 
 def leave() -> None:

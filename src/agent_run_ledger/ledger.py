@@ -33,6 +33,7 @@ from agent_run_ledger.errors import (
     UnserialisableArguments,
 )
 from agent_run_ledger.fleet.face import Fleet
+from agent_run_ledger.late import Late
 from agent_run_ledger.operator import Operator
 from agent_run_ledger.rules import canonical, digests, loops
 from agent_run_ledger.rules.budget import Limits, shared, shared_budget
@@ -885,8 +886,6 @@ class AgentRunLedger(Fleet, Ledger):
         doubt of registered tools, and of those in `tools` by name, are settled first, as their effects say; one that cannot be is in
         the records as BLOCKED.
         """
-        from agent_run_ledger.engine import records
-
         run = self._run(run_id)
         known = self._tools
         if tools:
@@ -902,9 +901,28 @@ class AgentRunLedger(Fleet, Ledger):
             with run.lock:
                 run.restart()
                 runs.skip_recorded(run)
-                return records.step_records(run.history, partial(self._store.payload, run_id), replayed=True)
+                return self._records(run)
         finally:
             run.__exit__(None, None, None)
+
+    def _records(self, run: HeldRun) -> list[StepRecord]:
+        """The steps of a run as they are now: made when somebody looks at them, or before they change."""
+        history = run.history
+        kept = list(history.positions.values())
+
+        def made() -> list[StepRecord]:
+            from agent_run_ledger.engine.records import step_record
+
+            fetch = partial(self._store.payload, run.run_id)
+            return [step_record(run.run_id, step, fetch, replayed=True) for step in kept]
+
+        if not all(step.is_kept for step in kept):
+            return made()  # long values are looked up, which takes the store
+        if run.before_change is not None:
+            run.before_change()
+        late = Late(made, len(kept))
+        run.before_change = late.filling()
+        return late
 
     def recover(self) -> list[str]:
         """Go on with every run of a registered agent that nobody works on, and return the ids of those that ended.

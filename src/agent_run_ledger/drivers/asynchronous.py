@@ -18,7 +18,14 @@ from agent_run_ledger.contract import Clock, Store
 from agent_run_ledger.drivers.context import StepContext, caller, callers, step_variable
 from agent_run_ledger.drivers.leases import POLL_SECONDS, HeldRun, Leases
 from agent_run_ledger.drivers.order import Order
-from agent_run_ledger.drivers.sync import DRAW_SECONDS, FIRST_DRAW_SECONDS, LONGEST_POLL_SECONDS, Suspended, SyncDriver
+from agent_run_ledger.drivers.sync import (
+    DRAW_SECONDS,
+    FIRST_DRAW_SECONDS,
+    LONGEST_POLL_SECONDS,
+    MustWait,
+    Suspended,
+    SyncDriver,
+)
 from agent_run_ledger.drivers.together import Together
 from agent_run_ledger.drivers.workers import Work
 from agent_run_ledger.drivers.writer import Writer
@@ -564,7 +571,6 @@ class AsyncDriver:
     def _commit(self, run: HeldRun, effect: Commit) -> Awaitable[Any]:
         """Have it written. Where whoever awaits the answer is cancelled, so is the future, and it is written all the same."""
         loop = asyncio.get_running_loop()
-        pending = _Pending(run, effect, loop)
         gathered = self._in_loop
         if (
             gathered.alone >= _USED_TO_BE_ALONE
@@ -573,22 +579,24 @@ class AsyncDriver:
             and not (gathered.items or run.put_off)
             and self._is_ours(run)
         ):
-            return self._commit_alone(pending)
+            return self._commit_alone(run, effect, loop)
+        pending = _Pending(run, effect, loop)
         self._enqueue(pending, loop)
         return cast(Awaitable[Any], pending.answer)
 
-    async def _commit_alone(self, pending: _Pending) -> Any:
+    async def _commit_alone(self, run: HeldRun, effect: Commit, loop: asyncio.AbstractEventLoop) -> Any:
         """Have it written now: for a while there was nobody in this loop with whom it could have shared a transaction."""
-        for _, value, error in self._together.write((pending,), self._put_off):
-            if (
-                pending.effect.token is not None
-            ):  # the program may go on for ever without a pause: once a step others have their turn
-                await asyncio.sleep(0)
-            if error is not None:
-                raise error
-            return value
-        assert pending.answer is not None
-        return await pending.answer  # it was put off
+        try:
+            answer = self.sync.commit(effect, waits=False)
+        except MustWait:
+            pending = _Pending(run, effect, loop)
+            self._put_off(pending)
+            return await cast(Awaitable[Any], pending.answer)
+        if (
+            effect.token is not None
+        ):  # the program may go on for ever without a pause: once a step others have their turn
+            await asyncio.sleep(0)
+        return answer
 
     def _is_ours(self, run: HeldRun) -> bool:
         return run.is_held and self._clock.elapsed() < run.expires

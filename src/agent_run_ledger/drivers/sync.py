@@ -49,6 +49,10 @@ class Suspended(BaseException):
     """The program of a run waits for what has not come: nobody waits with it. It is begun anew when there is a reason to."""
 
 
+class MustWait(Exception):
+    """A commit has to be synced, and whoever asked for it is not to wait for the disk."""
+
+
 class SyncDriver:
     """Obeys flows. Many threads may use one driver; what depends on a run is done under that run's lock."""
 
@@ -91,7 +95,7 @@ class SyncDriver:
     def perform(self, effect: Ask) -> Any:
         """Perform one effect and answer it. A test overrides this to stop at every effect, as a crash would."""
         if isinstance(effect, Commit):
-            return self._commit(effect)
+            return self.commit(effect)
         if isinstance(effect, Invoke):
             return self._invoke(effect)
         if isinstance(effect, Wait):
@@ -144,7 +148,8 @@ class SyncDriver:
                 self.pay(run)
         self._leases.close(keeps_store=keeps_store)
 
-    def _commit(self, effect: Commit) -> Any:
+    def commit(self, effect: Commit, *, waits: bool = True) -> Any:
+        """Decide and write. Raises `MustWait`, with nothing written, where that takes a sync for which nobody `waits`."""
         run: HeldRun
         run, decide, token, _ = effect  # type: ignore[assignment] # what drivers are given are runs that are held
         if run.lock._is_owned():  # type: ignore[attr-defined] # by this very thread, which a signal handler interrupted
@@ -154,10 +159,11 @@ class SyncDriver:
             self.make_ready(run, token)
             while True:
                 prepared = prepare(run, (decide,), leases.moment())
-                sealed, synced = prepared.sealed, prepared.synced
-                if not sealed or self._append(
-                    run, sealed, prepared.drafts, synced=self._synced if synced is None else synced
-                ):
+                sealed = prepared.sealed
+                synced = self._synced if prepared.synced is None else prepared.synced
+                if sealed and synced and not waits:
+                    raise MustWait
+                if not sealed or self._append(run, sealed, prepared.drafts, synced=synced):
                     break
             plan = prepared.plans[0]
             run.replayed += plan.is_replay

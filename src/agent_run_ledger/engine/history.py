@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable
+from sys import intern
 from typing import TYPE_CHECKING, Any
 
 from agent_run_ledger import merkle
@@ -62,6 +63,11 @@ def unreadable(run_id: str, row: Row, error: Exception) -> StoreCorrupt:
     )
 
 
+def _shared(text: str) -> str:
+    """The same text, in memory once for all steps that say it."""
+    return intern(text) if type(text) is str else text
+
+
 def _order(row: Row, body: dict[str, Any]) -> int:
     """When this happened, in the order in which outcomes were handed out: after the one with this seq, if it is no outcome itself.
 
@@ -76,20 +82,19 @@ def _order(row: Row, body: dict[str, Any]) -> int:
 class Outcome:
     """How an attempt ended: `ok` is `completed`, `failed`, `cancelled` or `unstorable` (executed, output not storable)."""
 
-    __slots__ = ("at", "digest", "is_open", "ok", "order", "payload", "retry_at", "salted", "seq")
+    __slots__ = ("at", "digest", "is_open", "ok", "order", "payload", "retry_at", "seq")
 
     def __init__(self, row: Row, body: dict[str, Any]) -> None:
         self.seq = row.seq
         self.order = _order(row, body) if "seen" in body else row.seq
         self.at: float = body["at"]
-        self.ok: str = body["ok"]
+        self.ok = _shared(body["ok"])
         self.retry_at: float | None = body.get("retry_at")
         self.is_open: bool = "ambiguous" in body or "unproven" in body
         """Whether the call may have taken effect although it failed, and a second one could do harm."""
         self.payload = row.payload
         """None beside a digest: it is not kept in memory. None without one: it was erased."""
         self.digest = row.digest
-        self.salted: str = body["payload"]
 
     @property
     def is_final(self) -> bool:
@@ -98,15 +103,58 @@ class Outcome:
 
 
 class StepHistory:
-    """One step: its first intent, its attempts, and the outcome of the last of them. `outcome` None: in flight or in doubt."""
+    """One step: its first intent, its attempts, and the outcome of the last of them. `outcome` None: in flight or in doubt.
 
-    __slots__ = (
-        "arguments", "ask_at", "attempts", "attempts_of_code", "cause", "child", "continues", "created_at", "dependencies",
-        "digest", "earlier", "effect", "environment", "fingerprint", "followed", "has_receipt", "input", "is_absent",
-        "is_asked", "is_carried", "is_doubtful", "is_known_absent", "is_thought", "key", "key_window", "keyed_at", "leaf", "left",
-        "missed", "missed_at", "number", "order", "outcome", "position", "redispatched", "seq", "signal", "state",
-        "token", "tool", "unanswered", "until", "version", "wait", "waits",
-    )  # fmt: skip
+    A run has as many of them as steps, so what most steps never have stands in the class.
+    """
+
+    dependencies: tuple[str, ...] = ()
+    is_carried = False
+    """Whether it comes from the run that this one was made from: so does its key."""
+    continues: str | None = None
+    """The position of the step that this one continues: with its key, and with the attempts that it has left."""
+    first_keyed_at: float | None = None
+    """When the key was first sent, where that was for the step that this one continues."""
+    is_thought = False
+    """Whether it calls a model."""
+    attempts = 0
+    attempts_of_code = 0
+    environment = ""
+    effect: str | None = None
+    has_receipt = False
+    key_window: float | None = None
+    child: str | None = None
+    """The id of the run that it has begun, and waits for."""
+    is_doubtful = False
+    """Whether one of its attempts may have taken effect, for all that is known of them."""
+    is_known_absent = False
+    """Whether its receiver or an operator has said that the last of them did not."""
+    signal: Signal | None = None
+    """The signal by which its wait ended."""
+    waits: str | None = None
+    """What it waits for, where it calls nobody: `sleep`, `signal`, `approval`, or the end of its `child`."""
+    until: float | None = None
+    """The Unix time at which its wait is over, if nothing comes."""
+    wait = 0.0
+    is_asked = False
+    """Whether its receiver was asked for the receipt, and has not answered."""
+    unanswered = 0
+    """How many questions in a row have got no answer."""
+    ask_at: float | None = None
+    """When the receiver, which could not say, is to be asked again."""
+    is_absent = False
+    """Whether an operator has said that it did not take effect."""
+    cause: bytes | None = None
+    """Why the run was parked for it."""
+    followed = False
+    redispatched = 0
+    """The attempt that was made without knowing what a second dispatch does; 0: none was."""
+    missed = 0
+    """When its program was interrupted before it got the outcome, in the order of hand-outs, and went on; 0: it got it."""
+    missed_at = 0.0
+    outcome: Outcome | None = None
+    earlier: Outcome | None = None
+    """The outcome of the attempt before the one under way."""
 
     def __init__(self, row: Row, body: dict[str, Any], continued: StepHistory | None) -> None:
         assert row.position is not None
@@ -114,63 +162,33 @@ class StepHistory:
         self.seq = row.seq
         self.order = _order(row, body) if "seen" in body else row.seq
         self.number: int = body["step"]
-        self.tool: str = body["tool"]
+        self.tool: str = _shared(body["tool"])
         self.key: str = body["key"]
         self.input: str = body["payload"]
-        self.dependencies: tuple[str, ...] = tuple(body["after"]) if "after" in body else ()
         self.arguments = row.payload
         """None beside a digest: they are not kept in memory. None without one: they were erased."""
         self.digest = row.digest
         self.fingerprint = row.fingerprint
         self.leaf = row.roots[:32]
         self.created_at: float = body["at"]
-        self.is_carried: bool = "carried" in body
-        """Whether it comes from the run that this one was made from: so does its key."""
-        self.continues: str | None = None
-        """The position of the step that this one continues: with its key, and with the attempts that it has left."""
-        self.is_thought: bool = body.get("model", False)
-        """Whether it calls a model."""
-        self.keyed_at = self.created_at
-        """When the key was first sent."""
-        self.attempts = 0
-        self.attempts_of_code = 0
-        self.environment = ""
+        if "after" in body:
+            self.dependencies = tuple(body["after"])
+        if "carried" in body:
+            self.is_carried = True
+        if "model" in body:
+            self.is_thought = body["model"]
+        if "waits" in body:
+            self.waits, self.until = body["waits"], body.get("until")
         if continued is not None:
-            self.continues, self.keyed_at = continued.position, continued.keyed_at
+            self.continues, self.first_keyed_at = continued.position, continued.keyed_at
             self.attempts_of_code, self.environment = continued.attempts_to_draw_on, continued.environment
-        self.child: str | None = None
-        """The id of the run that it has begun, and waits for."""
-        self.is_doubtful = continued is not None
-        """Whether one of its attempts may have taken effect, for all that is known of them."""
-        self.is_known_absent = False
-        """Whether its receiver or an operator has said that the last of them did not."""
-        self.signal: Signal | None = None
-        """The signal by which its wait ended."""
-        self.waits: str | None = body.get("waits")
-        """What it waits for, where it calls nobody: `sleep`, `signal`, `approval`, or the end of its `child`."""
-        self.until: float | None = body.get("until")
-        """The Unix time at which its wait is over, if nothing comes."""
-        self.wait = 0.0
-        self.is_asked = False
-        """Whether its receiver was asked for the receipt, and has not answered."""
-        self.unanswered = 0
-        """How many questions in a row have got no answer."""
-        self.ask_at: float | None = None
-        """When the receiver, which could not say, is to be asked again."""
-        self.is_absent = False
-        """Whether an operator has said that it did not take effect."""
-        self.cause: bytes | None = None
-        """Why the run was parked for it."""
-        self.followed = False
-        self.redispatched = 0
-        """The attempt that was made without knowing what a second dispatch does; 0: none was."""
-        self.missed = 0
-        """When its program was interrupted before it got the outcome, in the order of hand-outs, and went on; 0: it got it."""
-        self.missed_at = 0.0
-        self.outcome: Outcome | None = None
-        self.earlier: Outcome | None = None
-        """The outcome of the attempt before the one under way."""
+            self.is_doubtful = True
         self.dispatched(row, body)
+
+    @property
+    def keyed_at(self) -> float:
+        """When the key was first sent."""
+        return self.created_at if self.first_keyed_at is None else self.first_keyed_at
 
     @property
     def is_settled(self) -> bool:
@@ -236,41 +254,58 @@ class StepHistory:
 
         One that takes over a step in doubt, to have its receipt asked for, is no attempt of its own.
         """
-        if self.attempts and self.outcome is None and not self.is_known_absent:
-            self.is_doubtful = True  # nobody knows how the last attempt ended
-        self.is_known_absent = False
-        if self.arguments is None and self.digest is not None:
-            self.arguments = row.payload  # those of every attempt; they were let go of after the last one
+        if self.attempts:
+            self._redispatched(row)
         self.attempts = body["attempt"]
+        environment = _shared(body["environment"])
         if "undispatched" not in body:
-            self.attempts_of_code = self.attempts_of_code + 1 if body["environment"] == self.environment else 1
-        self.environment = body["environment"]
-        self.effect: str | None = body.get("effect")
-        self.has_receipt: bool = body.get("receipt", False)
-        self.key_window: float | None = body.get("key_window")
+            self.attempts_of_code = self.attempts_of_code + 1 if environment == self.environment else 1
+        self.environment = environment
+        if "effect" in body:
+            self.effect = _shared(body["effect"])
+        if "receipt" in body:
+            self.has_receipt = body["receipt"]
+        if "key_window" in body:
+            self.key_window = body["key_window"]
         self.left: int = body["left"]
-        self.state: str = body["step_state"]
+        self.state: str = _shared(body["step_state"])
         self.token: int = body["token"]
         self.version = row.seq
+
+    def _redispatched(self, row: Row) -> None:
+        """What was declared for the last attempt, and became of it, is not this one's."""
+        if self.outcome is None and not self.is_known_absent:
+            self.is_doubtful = True  # nobody knows how the last attempt ended
+        if self.arguments is None and self.digest is not None:
+            self.arguments = row.payload  # those of every attempt; they were let go of after the last one
+        self.effect, self.has_receipt, self.key_window, self.is_known_absent = None, False, None, False
         self.is_asked, self.ask_at, self.unanswered, self.is_absent, self.cause = False, None, 0, False, None
-        if self.outcome is not None:
-            self.doubted()
+        self.doubted()
 
     def doubted(self) -> None:
         """Whatever its last outcome was, it is not known how it stands."""
-        self.earlier = self.outcome or self.earlier
-        self.outcome = None
+        if self.outcome is not None:
+            self.earlier, self.outcome = self.outcome, None
 
     def settled(self, row: Row, body: dict[str, Any]) -> None:
         """An outcome of the attempt under way. That an earlier one may have taken effect no later failure disproves."""
         self.outcome = Outcome(row, body)
         ok = self.outcome.ok
-        self.is_doubtful = ok == "cancelled" or (ok == "failed" and (self.is_doubtful or "ambiguous" in body))
-        self.wait = body.get("wait", 0.0)
+        if ok != "completed" or self.is_doubtful:
+            self.is_doubtful = ok == "cancelled" or (ok == "failed" and (self.is_doubtful or "ambiguous" in body))
+        if "wait" in body or self.wait:
+            self.wait = body.get("wait", 0.0)
         self.left = body["left"]
-        self.state = body["step_state"]
+        self.state = _shared(body["step_state"])
         self.token = body["token"]
         self.version = row.seq
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether all that is recorded of it is in memory, but for what was erased."""
+        outcome = self.outcome or self.earlier
+        is_outcome_kept = outcome is None or outcome.payload is not None or outcome.digest is None
+        return is_outcome_kept and (self.arguments is not None or self.digest is None)
 
     def let_go_of_long(self) -> None:
         """The program has the outcome: of what is long only the digests stay in memory."""

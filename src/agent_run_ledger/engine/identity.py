@@ -7,7 +7,6 @@ from agent_run_ledger.engine.history import Missed, StepHistory
 from agent_run_ledger.engine.live import LiveRun
 from agent_run_ledger.errors import IntentDrift, ReplayDivergence
 from agent_run_ledger.rules import canonical, digests
-from agent_run_ledger.rules import difference as differences
 
 
 def lacks_arguments(call: Call, step: StepHistory) -> bool:
@@ -33,10 +32,12 @@ def divergence(run: LiveRun, call: Call, step: StepHistory) -> ReplayDivergence 
 
 def difference(run: LiveRun, call: Call, recorded: StepHistory | Missed) -> ReplayDivergence | None:
     """What the program is told where tool or arguments are others than those that are recorded."""
-    path = None
     is_same_tool = recorded.tool == call.tool
     if is_same_tool and (recorded.digest == call.digest if recorded.digest else _is_same_input(run, call, recorded)):
         return None
+    from agent_run_ledger.rules import difference as differences  # only who has gone wrong needs it
+
+    path = None
     arguments = recorded_arguments(call, recorded)
     if is_same_tool and arguments is not None:
         if call.options.identity is not None and _is_identical(call, arguments):

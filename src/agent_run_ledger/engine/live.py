@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 
 from agent_run_ledger.contract import Request
 from agent_run_ledger.engine.history import History, StepHistory
 from agent_run_ledger.engine.log import Draft, Sealed
 from agent_run_ledger.engine.positions import branch_of, keyed, named, within
-from agent_run_ledger.engine.turns import Turns
 from agent_run_ledger.errors import ReplayDivergence, StepInDoubt, UnorderedStep
 from agent_run_ledger.rules.budget import NO_LIMITS, NOTHING, Limits
 
@@ -16,6 +16,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from agent_run_ledger.engine.call import Call
     from agent_run_ledger.engine.charging import Metered
+    from agent_run_ledger.engine.turns import Turns
     from agent_run_ledger.model import Notice, RetryPolicy
     from agent_run_ledger.prices import Prices
 
@@ -111,6 +112,8 @@ class LiveRun:
         self.deaths = 0
         """How many of its owners died, or lost it, since its last entry was written."""
         self.replayed = 0
+        self.before_change: Callable[[], None] | None = None
+        """Who wants to see the log once more as it is, before the next entry is taken in."""
         self.turns: Turns | None = None
         """The order in which outcomes are handed out, where calls run side by side in an event loop."""
         self.is_begun = True
@@ -323,6 +326,8 @@ class LiveRun:
 
     def begin_turns(self) -> None:
         """From now on this program is handed its outcomes in turn, the recorded ones in the order of the first time."""
+        from agent_run_ledger.engine.turns import Turns  # only an event loop needs it
+
         history = self.history
         # Entry 1 is no outcome: who has seen none has seen that one, as an interruption that is not 0 has.
         calls = [(max(1, step.order), position) for position, step in history.positions.items()]
@@ -390,6 +395,10 @@ class LiveRun:
 
     def absorb(self, sealed: list[Sealed]) -> None:
         """The store has taken these entries."""
+        if self.before_change is not None:
+            look, self.before_change = self.before_change, None
+            with suppress(Exception):  # then whoever looks later is told
+                look()
         history, made = self.history, self.made
         self.deaths = 0
         for row, body in sealed:

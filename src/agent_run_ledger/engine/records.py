@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from agent_run_ledger.contract import Row, Summary
-from agent_run_ledger.engine.history import History, StepHistory
+from agent_run_ledger.engine.history import StepHistory
 from agent_run_ledger.model import DamagedRunRecord, RunRecord, StepRecord
 from agent_run_ledger.rules import canonical, failures
 from agent_run_ledger.rules.budget import Amount
@@ -15,11 +15,6 @@ from agent_run_ledger.words import RunState
 
 Payload = Callable[[int], bytes | None]
 """What gives the payload of an entry by its seq, where a history does not keep it."""
-
-
-def step_records(history: History, fetch: Payload, *, replayed: bool = False) -> list[StepRecord]:
-    """One whole record a step, in the order of their first intents."""
-    return [step_record(history.run_id, step, fetch, replayed=replayed) for step in history.positions.values()]
 
 
 def step_record(run_id: str, step: StepHistory, fetch: Payload, *, replayed: bool = False) -> StepRecord:

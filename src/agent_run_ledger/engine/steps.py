@@ -39,7 +39,7 @@ def step(run: LiveRun, call: Call) -> Flow[Any]:
             yield from attempts.take_late(run, call, call.options.timeout)
         if run.is_draining and ((there := run.history.positions.get(position)) is None or not there.is_settled):
             yield from leave(run, call)
-        if not call.is_replay:
+        if not (call.is_replay and position in run.history.positions):  # the ledger may have been closed meanwhile
             decide = partial(_intend, call)
             if (answer := (yield Commit(run, decide, None, position in run.history.positions))) is not None:
                 yield from insist(run, call, decide, None, answer)

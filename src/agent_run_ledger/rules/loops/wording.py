@@ -25,6 +25,11 @@ _VOLATILE = (
     r"|(?:\w+[-_])?(?:timestamp|ts)|\w+[-_]at|(?:\w+[-_])?(?:ms|millis|elapsed|duration|latency|took)"
     r"|(?:server|client|current|local|system)[-_]?time|(?:attempt|retry)(?:[-_]?(?:number|no|count))?|attempts|retries"
 )
+_ENDINGS = (
+    "id", "guid", "token", "key", "nonce", "etag", "timestamp", "ts", "at", "ms", "millis", "elapsed", "duration", "latency", "took",
+    "time", "attempt", "retry", "number", "no", "count", "attempts", "retries",
+)  # fmt: skip
+"""With one of these ends whatever `_VOLATILE` matches."""
 _ID = r"(?:\w+[-_])?(?:id|number|ref|reference|confirmation(?:[-_]code)?)_?"
 _IN_A_SENTENCE = frozenset({"request", "req", "trace", "id", "line", "attempt", "pid", "port", "ref"})
 
@@ -33,6 +38,8 @@ _IN_A_SENTENCE = frozenset({"request", "req", "trace", "id", "line", "attempt", 
 def is_volatile(name: str) -> bool:
     """Whether a field of this name tells one call from the next and nothing else. Values are never looked at."""
     spelt = f"{name[:-2]}_{name[-2:]}" if name[-2:] in ("At", "Id") else name  # createdAt is created_at
+    if spelt.isascii() and not spelt.lower().endswith(_ENDINGS):
+        return False  # nearly always, and then the pattern need not be compiled
     return re.fullmatch(_VOLATILE, spelt, re.IGNORECASE) is not None
 
 
