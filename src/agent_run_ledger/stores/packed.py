@@ -20,12 +20,13 @@ from agent_run_ledger.contract import (
 )
 from agent_run_ledger.errors import LedgerError, StoreCorrupt
 from agent_run_ledger.stores import lifetime
-from agent_run_ledger.stores.packing import MOST_BYTES, STRING_BYTES, plain_size
 
 if TYPE_CHECKING:  # what only long payloads need is imported with the first of them
     from agent_run_ledger.stores.repeats import Repeats
     from agent_run_ledger.stores.unpacking import Unpacking
 
+STRING_BYTES = 512
+"""A string, or an array without one, of so many bytes is found again wherever it stands; a payload that is shorter holds nothing to copy."""
 LONG_BYTES = 4096
 """Payloads from this on are packed."""
 CONVERSATION_BYTES = 1024
@@ -63,6 +64,14 @@ class PackedStore:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
+    @property
+    def _unpacking(self) -> Unpacking:
+        if self._made_unpacking is None:
+            from agent_run_ledger.stores.unpacking import Unpacking
+
+            self._made_unpacking = Unpacking(self.inner)
+        return self._made_unpacking
+
     # --- forks, and the end -------------------------------------------------------------------------------------------
 
     def before_fork(self) -> None:
@@ -80,14 +89,6 @@ class PackedStore:
         lifetime.forget(self)
 
     # --- writing ------------------------------------------------------------------------------------------------------
-
-    @property
-    def _unpacking(self) -> Unpacking:
-        if self._made_unpacking is None:
-            from agent_run_ledger.stores.unpacking import Unpacking
-
-            self._made_unpacking = Unpacking(self.inner)
-        return self._made_unpacking
 
     def create(
         self, run_id: str, owner: str, lease_seconds: float, secret: bytes, rows: Sequence[Row], listing: Listing
@@ -257,6 +258,8 @@ class PackedStore:
 
     def _opened(self, run_id: str, row: Row, payloads_up_to: int | None) -> Row:
         if payloads_up_to is not None and row.payload is not None:
+            from agent_run_ledger.stores.packing import plain_size
+
             try:
                 if plain_size(row.payload) > payloads_up_to:
                     return row._replace(payload=None, encoding=None)
@@ -291,7 +294,7 @@ def _woven(repeats: Repeats, row: Row, least: int) -> Row:
     payload = row.payload
     if payload is None or len(payload) < STRING_BYTES or row.digest is None or row.encoding is not None:
         return row
-    if not least <= len(payload) <= MOST_BYTES:
+    if len(payload) < least:
         if repeats.size:
             repeats.note(row.seq, payload)
         return row
