@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import builtins
+import os
 import random
+import signal
 import zlib
 from binascii import crc32
 from collections.abc import Iterator, Sequence
@@ -318,6 +320,21 @@ def test_what_was_lost_before_the_run_came_back_to_its_owner_is_copied_from_by_n
         lease = which.claim("r", who, 30.0)
         append(which, lease, rows_of([payload], len(inner.read("r")) + 1))
     assert [row.payload for row in packed(inner).read("r", 1)] == [first, instead, lost]
+
+
+def test_a_process_that_is_forked_while_another_thread_packs_goes_on_by_itself() -> None:
+    store = PackedStore(MemoryStore(clock=FakeClock()))
+    lease = create(store, "r")  # type: ignore[arg-type]
+    rng = random.Random(3)
+    rows = rows_of([as_payload(text(rng, 20_000))] * 2)
+    append(store, lease, rows[:1])  # type: ignore[arg-type]
+    with store._lock, store._unpacking._lock:
+        child = os.fork()
+        if not child:
+            signal.alarm(20)
+            append(store, lease, rows[1:])  # type: ignore[arg-type]
+            os._exit(store.read("r", 1) != rows)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 # --- erasing ----------------------------------------------------------------------------------------------------------

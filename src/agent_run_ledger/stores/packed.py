@@ -18,17 +18,18 @@ from agent_run_ledger.contract import (
     Tombstone,
 )
 from agent_run_ledger.errors import LedgerError, StoreCorrupt
-from agent_run_ledger.stores.packing import MOST_BYTES, STRING_BYTES, plain_size
+from agent_run_ledger.stores import lifetime
 from agent_run_ledger.typed import cast
 
 TYPE_CHECKING = False
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # what only long payloads need is imported with the first of them
     from typing import Any
 
-if TYPE_CHECKING:  # what only long payloads need is imported with the first of them
     from agent_run_ledger.stores.repeats import Repeats
     from agent_run_ledger.stores.unpacking import Unpacking
 
+STRING_BYTES = 512
+"""A string, or an array without one, of so many bytes is found again wherever it stands; a payload that is shorter holds nothing to copy."""
 LONG_BYTES = 4096
 """Payloads from this on are packed."""
 CONVERSATION_BYTES = 1024
@@ -53,6 +54,10 @@ class PackedStore:
     def __init__(self, inner: Store) -> None:
         self.inner = inner
         self.is_remote = inner.is_remote
+        self._know_nothing()
+        lifetime.watch(self)
+
+    def _know_nothing(self) -> None:
         self._made_unpacking: Unpacking | None = None
         self._runs: dict[str, Repeats] = {}
         """What is known of the runs that were written to last. Who packs takes it out, and puts it back once that is written."""
@@ -69,6 +74,22 @@ class PackedStore:
 
             self._made_unpacking = Unpacking(self.inner)
         return self._made_unpacking
+
+    # --- forks, and the end -------------------------------------------------------------------------------------------
+
+    def before_fork(self) -> None:
+        """Nothing is open here, and the store behind looks after itself."""
+
+    def after_fork_in_parent(self) -> None:
+        """What is known stays known."""
+
+    def after_fork_in_child(self) -> None:
+        """Whoever held the lock or was half done is not here."""
+        self._know_nothing()
+
+    def close(self) -> None:
+        self.inner.close()
+        lifetime.forget(self)
 
     # --- writing ------------------------------------------------------------------------------------------------------
 
@@ -240,6 +261,8 @@ class PackedStore:
 
     def _opened(self, run_id: str, row: Row, payloads_up_to: int | None) -> Row:
         if payloads_up_to is not None and row.payload is not None:
+            from agent_run_ledger.stores.packing import plain_size
+
             try:
                 if plain_size(row.payload) > payloads_up_to:
                     return row._replace(payload=None, encoding=None)
@@ -274,7 +297,7 @@ def _woven(repeats: Repeats, row: Row, least: int) -> Row:
     payload = row.payload
     if payload is None or len(payload) < STRING_BYTES or row.digest is None or row.encoding is not None:
         return row
-    if not least <= len(payload) <= MOST_BYTES:
+    if len(payload) < least:
         if repeats.size:
             repeats.note(row.seq, payload)
         return row

@@ -20,8 +20,6 @@ from agent_run_ledger.typed import NamedTuple
 
 OWN = 0
 """In the place of the entry's number: the bytes are the payload's own."""
-STRING_BYTES = 512
-"""A string, or an array without one, of so many bytes is found again wherever it stands; a payload that is shorter holds nothing to copy."""
 MOST_BYTES = 256 * 1024 * 1024
 """Longer payloads are not packed, and what says that it is longer is refused: nothing small may take all memory when it is read."""
 MOST_DEPTH = 64

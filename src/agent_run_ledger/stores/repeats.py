@@ -7,7 +7,8 @@ from hashlib import sha256
 from itertools import islice
 from typing import NamedTuple
 
-from agent_run_ledger.stores.packing import MOST_BYTES, MOST_DEPTH, OWN, STRING_BYTES, Packed, Piece, encode
+from agent_run_ledger.stores.packed import STRING_BYTES
+from agent_run_ledger.stores.packing import MOST_BYTES, MOST_DEPTH, OWN, Packed, Piece, encode
 
 _ELEMENT_BYTES = 64
 """Lists are cut between their elements where what comes before has so many bytes."""
