@@ -62,7 +62,7 @@ def throughput(bench: Bench, level: str, durability: str, title: str) -> Table:
 def rate(subject: Subject, runs: int, seconds: float) -> float:
     """Its rate over about so many seconds, after a short warm-up which says how many steps that is."""
     first: float = subject.ask("throughput", runs, max(2, 64 // runs))
-    found: float = subject.ask("throughput", runs, max(4, min(2_000, int(first * seconds / runs))))
+    found: float = subject.ask("throughput", runs, max(2, min(2_000, int(first * seconds / runs))))
     return found
 
 

@@ -24,7 +24,8 @@ def measure(bench: Bench) -> Iterator[Table]:
     wanted = {f"{length:,} steps": ("ledger", bench.place(), ["process", str(length)]) for length in lengths}
     first = next(iter(wanted))
     with bench.subject("floor", bench.place(), "NORMAL") as floor, bench.subjects(wanted, "steps", 1) as started:
-        rounds = in_turns(floor, started, rounds=3 if bench.is_quick else 21, seconds=0.03 if bench.is_quick else 0.08)
+        # short bursts, for short runs have to be made again and again
+        rounds = in_turns(floor, started, rounds=3 if bench.is_quick else 15, seconds=0.02)
         table.rows.append(Row("floor F", floor_cost(rounds), note=floor.promise))
         for name, bursts in rounds.items():
             row = Row(name, cost(bursts), note=started.subjects[name].promise)

@@ -33,27 +33,26 @@ def dead(bench: Bench, what: str, count: int) -> Path:
     return place
 
 
-def on_copies(bench: Bench, what: str, original: Path, count: int, times: int, *other: Path) -> dict[str, float]:
-    """The medians over so many fresh processes, each with a copy of its own."""
-    found: list[dict[str, float]] = []
-    for _ in range(times):
-        copies = []
-        for each in (original, *other):
-            copy = bench.place()
-            shutil.copytree(each.parent, copy.parent, dirs_exist_ok=True)
-            copies.append(copy)
-        found.append(bench.once("again", what, copies[0], count, *copies[1:]))
-        for copy in copies:
-            shutil.rmtree(copy.parent)
-    return {name: statistics.median(each[name] for each in found) for name in found[0]}
+def once(bench: Bench, what: str, original: Path, count: int, *other: Path) -> dict[str, float]:
+    """One fresh process, with copies of its own."""
+    copies = []
+    for each in (original, *other):
+        copy = bench.place()
+        shutil.copytree(each.parent, copy.parent, dirs_exist_ok=True)
+        copies.append(copy)
+    found = bench.once("again", what, copies[0], count, *copies[1:])
+    for copy in copies:
+        shutil.rmtree(copy.parent)
+    return found
 
 
 def resumed(bench: Bench) -> Table:
     table = Table(
         "resume",
         "Taking up a run whose process died",
-        "A fresh process for each figure, with a copy of a run that was killed; medians. *ms* counts from when all modules are loaded (the same"
-        " was done before to another ledger), *with imports* from the interpreter's first line. The next commit is synced.",
+        "A fresh process for each figure, with a copy of a run that was killed; all take turns, and the half of the rounds counts whose probe was"
+        " the quickest. *ms* counts from when all modules are loaded (the same was done before to another ledger), *with imports* from the"
+        " interpreter's first line. The next commit is synced.",
         {"ms": 2, "of the probe": 2, "with imports": 1, "peak MiB": 1},
     )
     counts = {45: 5, 10_000: 3} if bench.is_quick else {45: 25, 10_000: 9, 100_000: 3}
@@ -66,20 +65,24 @@ def resumed(bench: Bench) -> Table:
     for count, times in counts.items():
         bench.say(f"{table.title}: {count:,} steps")
         run = dead(bench, "steps", count)
-        least = 0.0
+        loaded = [{what: once(bench, what, run, count, small) for what in RESUMES} for _ in range(times)]
+        whole = [{what: once(bench, what, run, count) for what in RESUMES} for _ in range(max(1, times // 3))]
+        shutil.rmtree(run.parent)
+        loaded, whole = quiet(loaded), quiet(whole)
         for what, name in RESUMES.items():
-            loaded = on_copies(bench, what, run, count, times, small)
-            whole = on_copies(bench, what, run, count, max(3, times // 3))
-            least = least or loaded["ms"]
             figures = {
-                "ms": loaded["ms"],
-                "of the probe": loaded["ms"] / least,
-                "with imports": whole["ms"],
-                "peak MiB": whole["peak MiB"],
+                "ms": statistics.median(each[what]["ms"] for each in loaded),
+                "of the probe": statistics.median(each[what]["ms"] / each[PROBE]["ms"] for each in loaded),
+                "with imports": statistics.median(each[what]["ms"] for each in whole),
+                "peak MiB": statistics.median(each[what]["peak MiB"] for each in whole),
             }
             table.add(f"{count:,} steps: {name}", figures, *wants.get((count, what), ()))
-        shutil.rmtree(run.parent)
     return table
+
+
+def quiet(rounds: list[dict[str, dict[str, float]]]) -> list[dict[str, dict[str, float]]]:
+    """The half of the rounds whose probe was the quickest, at least one."""
+    return sorted(rounds, key=lambda each: each[PROBE]["ms"])[: (len(rounds) + 1) // 2]
 
 
 def replayed(bench: Bench) -> Table:
@@ -88,13 +91,15 @@ def replayed(bench: Bench) -> Table:
         "replay",
         f"Replaying a run of {count:,} steps",
         "A fresh process runs the program again from its first step; every call is answered from the log. Opening the ledger and reading the"
-        " run are in *ms* and not in *µs a step*.",
+        " run are in *ms* and not in *µs a step*. The half of the processes counts that were the quickest.",
         {"ms": 1, "µs a step": 2, "peak MiB": 1},
     )
     for what, name in REPLAYS.items():
         bench.say(f"{table.title}: {name}")
-        figures = on_copies(
-            bench, what, dead(bench, what, count), count, 3 if bench.is_quick else 7, dead(bench, what, 1)
-        )
+        run, small = dead(bench, what, count), dead(bench, what, 1)
+        times = 3 if bench.is_quick else 11
+        found = sorted((once(bench, what, run, count, small) for _ in range(times)), key=lambda each: each["µs a step"])
+        found = found[: (times + 1) // 2]
+        figures = {column: statistics.median(each[column] for each in found) for column in table.columns}
         table.add(name, figures, Wanted("µs a step", at_most=10))
     return table

@@ -82,6 +82,12 @@ def test_the_floor_is_told_as_it_was_around_the_others() -> None:
     assert harness.floor_cost(rounds) == {"p50 µs": 15, "of F": 1.0}
 
 
+def test_a_resume_is_told_by_the_rounds_whose_probe_was_the_quickest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    rounds = [{"probe": {"ms": probe}, "resume": {"ms": 2 * probe}} for probe in (5.0, 1.0, 9.0, 3.0, 7.0)]
+    assert [each["probe"]["ms"] for each in loaded("resuming").quiet(rounds)] == [1.0, 3.0, 5.0]
+
+
 # --- subjects ---------------------------------------------------------------------------------------------------------
 
 
@@ -172,6 +178,31 @@ def test_a_replay_makes_no_step_again(bench: Any, what: str) -> None:
     assert bench.once("again", what, place, 5, other)["µs a step"] > 0
     with closing(sqlite3.connect(place)) as db:
         assert db.execute("SELECT count(*) FROM entries WHERE kind = 'intent'").fetchone() == (5,)
+
+
+@pytest.mark.parametrize("what", ["bare", "front_door", "agent_run_ledger"])
+def test_a_first_step_is_told_with_the_import_and_the_memory(tmp_path: Path, what: str) -> None:
+    place = tmp_path / "ledger.db"
+    imported, peak_kib = map(float, told(BENCHMARKS / "subjects" / "first.py", what, place).split())
+    assert imported >= 0
+    assert peak_kib > 1_000
+    if what == "agent_run_ledger":
+        with closing(sqlite3.connect(place)) as db:
+            assert db.execute("SELECT count(*) FROM entries WHERE kind = 'outcome'").fetchone() == (1,)
+
+
+def test_bytes_on_the_disk_are_those_of_all_files_when_the_log_is_in_the_database(
+    bench: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    disk, place = loaded("disk"), bench.place()
+    with bench.subject("ledger", place, "process") as ledger:
+        ledger.ask("turns", 3, 10, 100_000, "noise")
+    assert place.with_name("ledger.db-wal").stat().st_size > 0, "it was killed"
+    assert disk.kept(place) == sum(path.stat().st_size for path in place.parent.rglob("*") if path.is_file())
+    assert disk.kept(place) > 3 * 75_000
+    log = place.with_name("ledger.db-wal")
+    assert not log.exists() or log.stat().st_size == 0
 
 
 # --- what cannot be measured ------------------------------------------------------------------------------------------

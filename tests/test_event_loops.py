@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from agent_run_ledger import AgentRunLedger, Effect, LeaseLost, RunOwned
+from agent_run_ledger import AgentRunLedger, BudgetExceededException, Effect, LeaseLost, RunOwned
 from agent_run_ledger.contract import Append
 from agent_run_ledger.drivers.together import AT_ONCE
 from agent_run_ledger.stores import open_store
 from agent_run_ledger.stores.clock import SystemClock
-from support.ledgers import Bench
+from support.ledgers import RUN, Bench, program
 
 RUNS = 12
 
@@ -120,6 +122,97 @@ def test_runs_share_a_sync_with_whatever_came_together_while_the_last_one_was_wr
     assert store.together[1] >= RUNS - 1  # the first one's outcome may be among them
     assert all(store.synced)
     ledger.close()
+
+
+# --- alone ------------------------------------------------------------------------------------------------------------
+
+
+class Watching(Counting):
+    """A store that tells besides in which thread each append was made, whether it was synced, and if it came alone."""
+
+    def __init__(self, store: Any) -> None:
+        super().__init__(store)
+        self.alone: list[tuple[int, bool]] = []
+
+    def append(self, run_id: str, token: int, inbox: int, rows: Any, *, synced: bool) -> Any:
+        self.alone.append((threading.get_ident(), synced))
+        return self._store.append(run_id, token, inbox, rows, synced=synced)
+
+
+def test_a_run_that_is_alone_does_not_wait_for_company_and_gives_way_all_the_same(bench: Bench) -> None:
+    store: Any = Watching(bench.store())
+    ledger = AgentRunLedger(store, clock=bench.clock, durability="process")
+    run_id, ticks, is_over = ledger.create_run("goal"), 0, False
+
+    async def tick() -> None:
+        nonlocal ticks
+        while not is_over:
+            ticks += 1
+            await asyncio.sleep(0)
+
+    async def main() -> None:
+        nonlocal is_over
+        ticking = asyncio.create_task(tick())
+        for n in range(40):
+            assert await ledger.aexecute_step(run_id, "double", {"n": n}, double) == 2 * n
+        is_over = True
+        await ticking
+
+    asyncio.run(main())
+    assert ticks >= 40
+    assert store.is_remote or (len(store.together) < 20 < len(store.alone))
+    assert ledger.verify(run_id).ok
+    ledger.close()
+
+
+def test_what_has_to_be_synced_keeps_no_loop_waiting_although_its_run_is_alone(bench: Bench) -> None:
+    store: Any = Watching(bench.store())
+    ledger = AgentRunLedger(store, clock=bench.clock, durability="process", max_steps=20)
+    run_id = ledger.create_run("goal")
+
+    async def main() -> None:
+        for n in range(30):
+            await ledger.aexecute_step(run_id, "double", {"n": n}, double)
+
+    with pytest.raises(BudgetExceededException):
+        asyncio.run(main())
+    assert not [thread for thread, synced in store.alone if synced and thread == threading.get_ident()]
+    assert store.synced.count(True) + [synced for _, synced in store.alone].count(True) == 1
+    assert ledger.verify(run_id).ok
+    ledger.close()
+
+
+@pytest.mark.parametrize("turns", range(10))
+def test_a_run_that_is_alone_and_cancelled_repeats_nothing_that_is_recorded(bench: Bench, turns: int) -> None:
+    ledger = program(bench)
+    calls = Counter[int]()
+
+    async def count(n: int) -> int:
+        calls[n] += 1
+        if n == 15:
+            begun.set()
+            await asyncio.sleep(0)
+        return n
+
+    async def agent() -> list[int]:
+        return [await ledger.aexecute_step(RUN, "count", {"n": n}, count, effect=Effect.READ) for n in range(20)]
+
+    async def main() -> None:
+        task = asyncio.create_task(agent())
+        await begun.wait()
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+    begun = asyncio.Event()
+    asyncio.run(main())
+    settled = {step.step_number for step in ledger.steps(RUN) if step.output_json is not None}
+    ledger = program(bench)
+    assert asyncio.run(agent()) == list(range(20))
+    assert all(calls[number - 1] == 1 for number in settled)
+    assert ledger.verify(RUN).ok
 
 
 def test_a_stale_run_fails_none_of_those_that_are_written_with_it(bench: Bench) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
-
 from agent_run_ledger.engine import charging
 from agent_run_ledger.engine.call import Call, LeftBehind
 from agent_run_ledger.engine.effects import Moment, Plan, Result
@@ -22,9 +20,13 @@ from agent_run_ledger.errors import (
 )
 from agent_run_ledger.rules import backoff, canonical, digests, failures
 from agent_run_ledger.rules.classify import Classified, retry_after
+from agent_run_ledger.typed import NamedTuple
 from agent_run_ledger.words import Effect, Event, RunState, StepState
 
+TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from typing import Any
+
     from agent_run_ledger.model import MayRepeat
 
 CLOSING = "closing"

@@ -7,7 +7,8 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Protocol
+
+from agent_run_ledger.typed import Protocol
 
 
 class Mortal(Protocol):

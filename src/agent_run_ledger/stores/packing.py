@@ -15,7 +15,8 @@ to copy, and an entry that others copy from can be packed anew without a change 
 from __future__ import annotations
 
 from binascii import crc32
-from typing import NamedTuple
+
+from agent_run_ledger.typed import NamedTuple
 
 OWN = 0
 """In the place of the entry's number: the bytes are the payload's own."""
