@@ -23,6 +23,7 @@ from agent_run_ledger import (
     StoreReadOnly,
 )
 from agent_run_ledger.cli import doctor
+from agent_run_ledger.drivers import reading
 from agent_run_ledger.model import ServerDiagnosis
 from agent_run_ledger.stores.postgres import PostgresStore, migrate
 from agent_run_ledger.stores.postgres.connections import place_of
@@ -296,7 +297,7 @@ def test_what_is_opened_to_be_looked_at_writes_nothing_on_a_server(server: str) 
         ):
             with pytest.raises(StoreReadOnly):
                 act()
-        store = ledger._store
+        store = reading.behind(ledger._store)
         assert isinstance(store, PostgresStore)
         with pytest.raises(StoreReadOnly):  # the session itself does not
             store._links.run(lambda link: link.execute("DELETE FROM workers"))

@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agent_run_ledger.contract import PACKED, Append, Erasure, Lease, Row, Store
-from agent_run_ledger.errors import LeaseLost, StoreCorrupt, StoreUnavailable
+from agent_run_ledger.errors import LeaseLost, StoreCorrupt, StoreError, StoreUnavailable
 from agent_run_ledger.stores import open_store
 from agent_run_ledger.stores.memory import MemoryStore
 from agent_run_ledger.stores.packed import LONG_BYTES, PackedStore, packed
@@ -335,6 +335,34 @@ def test_a_process_that_is_forked_while_another_thread_packs_goes_on_by_itself()
             append(store, lease, rows[1:])  # type: ignore[arg-type]
             os._exit(store.read("r", 1) != rows)
     assert os.waitpid(child, 0)[1] == 0
+
+
+def test_what_was_lost_while_its_owner_went_on_is_copied_from_by_nobody() -> None:
+    inner = MemoryStore(clock=FakeClock())
+    store = packed(inner)
+    lease = create(store, "r")
+    rng = random.Random(3)
+    first, lost, instead = (as_payload(text(rng, 20_000)) for _ in range(3))
+    append(store, lease, rows_of([first, lost]))
+    inner._runs["r"].rows.pop()
+    with pytest.raises(StoreError, match="must have the seq that follows"):
+        store.append("r", lease.token, 0, rows_of([b"short"], 4), synced=False)
+    assert isinstance(store.append_all([Append("r", lease.token, 0, [a_row(4)])] * 2, synced=False)[0], StoreError)
+    append(store, lease, rows_of([instead, lost], 3))
+    assert [row.payload for row in packed(inner).read("r", 1)] == [first, instead, lost]
+
+
+def test_who_has_read_what_was_lost_reads_what_stands_there_instead() -> None:
+    inner = MemoryStore(clock=FakeClock())
+    reader = packed(inner)
+    lease = create(inner, "r")
+    rng = random.Random(3)
+    lost, instead = (as_payload(text(rng, 20_000)) for _ in range(2))
+    append(packed(inner), lease, rows_of([lost, lost]))
+    assert reader.payload("r", 3) == lost
+    del inner._runs["r"].rows[1:]
+    append(packed(inner), lease, rows_of([instead, instead]))
+    assert reader.payload("r", 3) == instead
 
 
 # --- erasing ----------------------------------------------------------------------------------------------------------

@@ -98,6 +98,11 @@ class PackedStore:
     ) -> Lease | None:
         return self.inner.create(run_id, owner, lease_seconds, secret, self._first(rows), listing)
 
+    def claim(self, run_id: str, owner: str, lease_seconds: float) -> Lease:
+        lease = self.inner.claim(run_id, owner, lease_seconds)
+        self._let_go(run_id)
+        return lease
+
     def enqueue(self, run_id: str, secret: bytes, rows: Sequence[Row], listing: Listing, due_in: float) -> bool:
         return self.inner.enqueue(run_id, secret, self._first(rows), listing, due_in)
 
@@ -130,9 +135,15 @@ class PackedStore:
         return [self._learnt(repeats, row) for row in rows]
 
     def append(self, run_id: str, token: int, inbox: int, rows: Sequence[Row], *, synced: bool) -> bool:
-        if self._is_to_be_seen(run_id, rows):
-            return self._append_long(Append(run_id, token, inbox, rows), synced)
-        return self.inner.append(run_id, token, inbox, rows, synced=synced)
+        try:
+            if self._is_to_be_seen(run_id, rows):
+                return self._append_long(Append(run_id, token, inbox, rows), synced)
+            return self.inner.append(run_id, token, inbox, rows, synced=synced)
+        except BaseException:
+            self._let_go(
+                run_id
+            )  # what was acknowledged before may not stand there any more: a server took over that never had it
+            raise
 
     def append_all(self, appends: Sequence[Append], *, synced: bool) -> list[bool | LedgerError]:
         given: list[tuple[Append, Repeats | None]] = [
@@ -140,7 +151,9 @@ class PackedStore:
         ]
         answers = self.inner.append_all([append for append, _ in given], synced=synced)
         for (append, repeats), answer in zip(given, answers, strict=True):
-            if repeats is not None and answer is True:
+            if isinstance(answer, LedgerError):
+                self._let_go(append.run_id)
+            elif repeats is not None and answer:
                 self._put_back(append.run_id, repeats)
         return answers
 
@@ -210,8 +223,12 @@ class PackedStore:
                 long += sum(row.encoding == PACKED or len(row.payload or b"") >= LONG_BYTES for row in page)
                 found[:0] = page
                 seq = after + 1
+            skipped = long - _LONG_LOOKED_AT  # a list that was longer later holds what they hold
             for row in found:
-                self._remember(repeats, run_id, row)
+                is_long = row.encoding == PACKED or len(row.payload or b"") >= LONG_BYTES
+                skipped -= is_long
+                if not is_long or skipped < 0:
+                    self._remember(repeats, run_id, row)
         except (LedgerError, ValueError):
             return Repeats()  # whoever reads it is told; what is appended can do without
         return repeats
@@ -220,7 +237,7 @@ class PackedStore:
         plain = self._unpacking.row(run_id, row).payload
         if plain is None:
             return
-        kept = list(self._unpacking.kept_in(run_id, row.seq, 0, len(plain)))
+        kept = self._unpacking.kept_in(run_id, row.seq, len(plain))
         repeats.remember(row.seq, plain, self._unpacking.depth_of(run_id, row.seq), kept)
 
     # --- reading ------------------------------------------------------------------------------------------------------

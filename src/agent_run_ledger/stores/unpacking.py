@@ -6,13 +6,15 @@ import threading
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterator
+from hashlib import sha256
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
 from agent_run_ledger.contract import PACKED, Row
 from agent_run_ledger.errors import StoreCorrupt
 from agent_run_ledger.stores.packing import OWN, Packed, Piece, decode
+from agent_run_ledger.typed import NamedTuple
 
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from agent_run_ledger.contract import Store
 
@@ -34,12 +36,19 @@ class _Source:
         self.bytes_kept = 200 + len(plain or b"") + (len(packed.own) + 150 * len(packed.pieces) if packed else 0)
 
 
+class _Unseen(NamedTuple):
+    """An entry that was read beside another one: nobody has looked into it."""
+
+    row: Row
+    bytes_kept: int
+
+
 class Unpacking:
     """Puts the payloads of one store together. What it keeps of them is bounded, and only ever saves reading."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._kept: OrderedDict[tuple[str, int], _Source] = OrderedDict()
+        self._kept: OrderedDict[tuple[str, int], _Source | _Unseen] = OrderedDict()
         self._kept_bytes = 0
         self._most_bytes = _KEPT_BYTES
         self._lock = threading.Lock()
@@ -52,8 +61,11 @@ class Unpacking:
             return row._replace(encoding=None)
         try:
             payload = self._put_together(run_id, row.seq, row.payload)
+            is_right = sha256(payload).digest() == row.digest
         except ValueError:
-            # What it copies from may have been erased since it was read, and itself written anew.
+            is_right = False
+        if not is_right:
+            # What it copies from may have been erased since that was read, or lost with a server, and others stand there now.
             self.forget(run_id)
             found = self._store.read(run_id, row.seq - 1, limit=1)
             row = found[0] if found and found[0].seq == row.seq else row
@@ -68,9 +80,11 @@ class Unpacking:
                 ) from error
         return row._replace(payload=payload, encoding=None)
 
-    def kept_in(self, run_id: str, seq: int, offset: int, size: int) -> Iterator[Piece]:
-        """Of these bytes of a payload, in order, in whose own bytes they are. Raises `ValueError`."""
-        return self._trace(run_id, seq, offset, size, self.depth_of(run_id, seq))
+    def kept_in(self, run_id: str, seq: int, size: int) -> list[Piece]:
+        """Of a payload of this size, in order, in whose own bytes its bytes are. Raises `ValueError`."""
+        found: list[Piece] = []
+        self._trace(found, run_id, Piece(size, seq, 0), self.depth_of(run_id, seq))
+        return found
 
     def parts_of(self, run_id: str, seq: int, offset: int, size: int) -> Iterator[Piece]:
         """These bytes of one entry's payload, as it says itself that they come about; `OWN` are its own. Raises `ValueError`."""
@@ -99,6 +113,7 @@ class Unpacking:
 
     def _put_together(self, run_id: str, seq: int, kept: bytes) -> bytes:
         packed = decode(seq, kept)
+        self._most_bytes = max(_KEPT_BYTES + 2 * packed.size, self._most_bytes - self._most_bytes // 64)
         found: list[bytes] = []
         for piece in packed.pieces:
             if piece.seq == OWN:
@@ -106,7 +121,6 @@ class Unpacking:
             else:
                 self._take(found, run_id, piece, packed.depth - 1)
         payload = b"".join(found)
-        self._most_bytes = max(_KEPT_BYTES + 2 * len(payload), self._most_bytes - self._most_bytes // 64)
         self._keep(run_id, seq, _Source(payload, packed))
         return payload
 
@@ -129,19 +143,19 @@ class Unpacking:
             else:
                 self._take(found, run_id, each, depth - 1)
 
-    def _trace(self, run_id: str, seq: int, offset: int, size: int, depth: int) -> Iterator[Piece]:
+    def _trace(self, found: list[Piece], run_id: str, piece: Piece, depth: int) -> None:
+        size, seq, offset = piece
         source = self._source(run_id, seq)
-        packed = source.packed
-        if packed is None:
-            yield Piece(size, seq, offset)
+        if source.packed is None:
+            found.append(piece)
             return
         for each in _within(source, offset, size):
             if each.seq == OWN:
-                yield Piece(each.size, seq, offset)
+                found.append(Piece(each.size, seq, offset))
             elif not depth:
                 raise ValueError(f"entry {seq} is deeper than it says")
             else:
-                yield from self._trace(run_id, each.seq, each.offset, each.size, depth - 1)
+                self._trace(found, run_id, each, depth - 1)
             offset += each.size
 
     # --- what is kept in memory ---------------------------------------------------------------------------------------
@@ -149,10 +163,12 @@ class Unpacking:
     def _source(self, run_id: str, seq: int) -> _Source:
         with self._lock:
             source = self._kept.get((run_id, seq))
-            if source is not None:
+            if isinstance(source, _Source):
                 self._kept.move_to_end((run_id, seq))
                 return source
-        return self._fetched(run_id, seq)
+        source = _as_source(source.row) if source is not None else self._fetched(run_id, seq)
+        self._keep(run_id, seq, source)
+        return source
 
     def _fetched(self, run_id: str, seq: int) -> _Source:
         try:
@@ -168,21 +184,17 @@ class Unpacking:
                 continue
             if row.seq == seq:
                 source = _as_source(row)
-            elif row.encoding == PACKED:
-                try:
-                    self._keep(run_id, row.seq, _as_source(row))
-                except ValueError:
-                    continue  # whoever needs it finds that out
             else:
-                self._keep(run_id, row.seq, _as_source(row))
+                self._keep(run_id, row.seq, _Unseen(row, 200 + len(row.payload)))
         if source is None:
             raise ValueError(f"entry {seq}, from which it copies, has no payload")
-        self._keep(run_id, seq, source)
         return source
 
-    def _keep(self, run_id: str, seq: int, source: _Source) -> None:
+    def _keep(self, run_id: str, seq: int, source: _Source | _Unseen) -> None:
         key = (run_id, seq)
         with self._lock:
+            if key in self._kept and isinstance(source, _Unseen):
+                return
             if (before := self._kept.pop(key, None)) is not None:
                 self._kept_bytes -= before.bytes_kept
             self._kept[key] = source
