@@ -18,6 +18,7 @@ from agent_run_ledger.drivers.sync import SyncDriver
 from agent_run_ledger.engine.history import KEPT_BYTES, History, StepHistory
 from agent_run_ledger.errors import StoreFull
 from agent_run_ledger.stores.memory import MemoryStore
+from agent_run_ledger.stores.packed import packed
 from agent_run_ledger.stores.sqlite import SqliteStore
 from agent_run_ledger.testing import FakeClock
 from agent_run_ledger.words import RunState
@@ -175,7 +176,7 @@ class Life:
 
     def log(self, run_id: str = RUN) -> History:
         """A run as it stands in the store."""
-        return History.read(run_id, self.store.secret(run_id), self.store.read(run_id))
+        return History.read(run_id, self.store.secret(run_id), packed(self.store).read(run_id))
 
     # --- what flows are made of ---------------------------------------------------------------------------------------
 
