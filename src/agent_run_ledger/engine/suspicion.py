@@ -127,8 +127,10 @@ class Suspicion:
 
     def catch_up(self) -> None:
         """Show the rules the outcomes that they have not seen."""
-        if len(self._unseen) > 1:
-            self._leave_out_forgotten()
+        if len(self._unseen) == 1:  # as always where a run goes on step by step
+            self._show(self._unseen.pop().call())
+            return
+        self._leave_out_forgotten()
         calls = [ended.call() for ended in self._unseen]
         self._unseen = []
         shown = 0  # from which one on it matters what the rules say: of a step it is said anew, of thoughts not
