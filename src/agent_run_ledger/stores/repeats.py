@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from hashlib import sha256
 from itertools import islice
+from typing import NamedTuple
 
 from agent_run_ledger.stores.packed import STRING_BYTES
 from agent_run_ledger.stores.packing import MOST_BYTES, MOST_DEPTH, OWN, Packed, Piece, encode
-from agent_run_ledger.typed import NamedTuple
 
 _ELEMENT_BYTES = 64
 """Lists are cut between their elements where what comes before has so many bytes."""

@@ -8,13 +8,12 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from hashlib import sha256
 from itertools import accumulate
+from typing import TYPE_CHECKING, NamedTuple
 
 from agent_run_ledger.contract import PACKED, Row
 from agent_run_ledger.errors import StoreCorrupt
 from agent_run_ledger.stores.packing import OWN, Packed, Piece, decode
-from agent_run_ledger.typed import NamedTuple
 
-TYPE_CHECKING = False
 if TYPE_CHECKING:
     from agent_run_ledger.contract import Store
 
