@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from typing import Any, TypeVar
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any, TypeVar
-
-    T = TypeVar("T")
+T = TypeVar("T")
 
 
-class Late(list["T"]):
+class Late(list[T]):
     """A list in every respect. It is filled by `make` as soon as anything but its length is asked of it, or done to it."""
 
     def __init__(self, make: Callable[[], list[T]], length: int) -> None:
