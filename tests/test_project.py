@@ -124,7 +124,6 @@ def test_a_first_step_loads_nothing_that_it_does_not_use(tmp_path: Path) -> None
         "socket",
         "tempfile",
         "uuid",
-        "typing",
     }
     faces = {f"agent_run_ledger.{name}" for name in ("agents", "model", "pipeline", "proving", "settle", "usage")}
     assert not (dear | faces) & set(loaded.split())

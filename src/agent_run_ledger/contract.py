@@ -6,10 +6,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from agent_run_ledger.typed import NamedTuple, Protocol
-
-TYPE_CHECKING = False
 if TYPE_CHECKING:
     from agent_run_ledger.errors import LedgerError
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, Unpack
 
 from agent_run_ledger.contract import Clock, Row, Store, Summary
 from agent_run_ledger.drivers import reading
@@ -32,6 +33,7 @@ from agent_run_ledger.errors import (
     UnserialisableArguments,
 )
 from agent_run_ledger.fleet.face import Fleet
+from agent_run_ledger.late import Late
 from agent_run_ledger.operator import Operator
 from agent_run_ledger.rules import canonical, digests, loops
 from agent_run_ledger.rules.budget import Limits, shared, shared_budget
@@ -43,10 +45,8 @@ from agent_run_ledger.stores.packed import packed
 from agent_run_ledger.stores.room import Room
 from agent_run_ledger.words import MIN_FREE, RunState
 
-TYPE_CHECKING = False
 if TYPE_CHECKING:
     from decimal import Decimal
-    from typing import Any, Literal, Self, TypeVar, Unpack
 
     from agent_run_ledger.agents import Agent, Registered, Start, Tool
     from agent_run_ledger.checkpoints import ConsistencyProof, InclusionProof, TreeHead
@@ -72,9 +72,10 @@ if TYPE_CHECKING:
     from agent_run_ledger.signing import Signer
     from agent_run_ledger.stores.encryption import Encryption
 
-    F = TypeVar("F", bound=Callable[..., Any])
-    R = TypeVar("R", bound="Registered")
-    Durability = Literal["full", "process"]
+Durability = Literal["full", "process"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+R = TypeVar("R", bound="Registered")
 
 
 _LONGEST_LEASE = 10 * 366 * 86_400
@@ -906,8 +907,6 @@ class AgentRunLedger(Fleet, Ledger):
 
     def _records(self, run: HeldRun) -> list[StepRecord]:
         """The steps of a run as they are now: made when somebody looks at them, or before they change."""
-        from agent_run_ledger.late import Late
-
         history = run.history
         kept = list(history.positions.values())
 

@@ -12,10 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from hashlib import sha256
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import TypeGuard
+from typing import TypeGuard
 
 HASH_BYTES = 32
 

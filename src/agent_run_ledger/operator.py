@@ -7,6 +7,7 @@ from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from reprlib import repr as shown
+from typing import TYPE_CHECKING, Any
 
 from agent_run_ledger.drivers import reading
 from agent_run_ledger.engine import recovery, requests, runs
@@ -24,10 +25,8 @@ from agent_run_ledger.rules.budget import Limits, shared
 from agent_run_ledger.rules.names import check_name, check_run_id, child_of
 from agent_run_ledger.words import RunState
 
-TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from typing import Any
 
     from agent_run_ledger.agents import Tool
     from agent_run_ledger.contract import Clock, Row, Store

@@ -18,7 +18,7 @@ from agent_run_ledger.engine.call import Call, StepOptions, declared
 from agent_run_ledger.engine.effects import Flow, Result
 from agent_run_ledger.engine.log import Draft
 from agent_run_ledger.errors import InvalidArguments, InvalidPipeline
-from agent_run_ledger.ledger import OUTAGE_SECONDS, PAYLOAD_LIMIT, Ledger
+from agent_run_ledger.ledger import OUTAGE_SECONDS, PAYLOAD_LIMIT, Durability, Ledger
 from agent_run_ledger.model import Budget
 from agent_run_ledger.rules import canonical, functions
 from agent_run_ledger.rules.budget import Limits, shared
@@ -28,7 +28,6 @@ from agent_run_ledger.words import RunState
 
 if TYPE_CHECKING:
     from agent_run_ledger.heads import HeadLog
-    from agent_run_ledger.ledger import Durability
     from agent_run_ledger.prices import Prices
     from agent_run_ledger.rules.loops.policy import LoopDetectorPolicy
     from agent_run_ledger.stores.encryption import Encryption

@@ -7,6 +7,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from random import random
 from types import TracebackType
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, Unpack, cast
 
 from agent_run_ledger.drivers.context import caller, place_variable, step_variable
 from agent_run_ledger.drivers.leases import HeldRun
@@ -20,19 +21,15 @@ from agent_run_ledger.engine.steps import step
 from agent_run_ledger.errors import InvalidArguments, LedgerError, ProgramEnded, StoreError, UnorderedStep
 from agent_run_ledger.rules import canonical, functions
 from agent_run_ledger.rules.names import check_name
-from agent_run_ledger.typed import NamedTuple, cast
 from agent_run_ledger.words import Effect
 
-TYPE_CHECKING = False
 if TYPE_CHECKING:
     import uuid
-    from typing import Any, TypeVar, Unpack
 
     from agent_run_ledger.ledger import Ledger
     from agent_run_ledger.model import Approval, Notice
 
-    T = TypeVar("T")
-
+T = TypeVar("T")
 
 MOST_THREADS = 32
 """How many items a `map` in threads works on at once, where nobody says."""

@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
-
-from agent_run_ledger.typed import NamedTuple
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Literal
+from typing import Literal, NamedTuple
 
 LIBRARY_VERSION = "0.1.0"
 """What every intent names as a part of its environment; the package's `__version__`."""

@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from typing import TYPE_CHECKING, TypeVar
 
 from agent_run_ledger.contract import Clock, Lease, Store
 from agent_run_ledger.drivers import reading
@@ -21,19 +22,16 @@ from agent_run_ledger.rules import budget
 from agent_run_ledger.rules.budget import NOTHING, Amount, Limits, Most
 from agent_run_ledger.rules.names import child_of, is_account
 
-TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import TypeVar
-
     from agent_run_ledger.model import SharedBudget
-
-    K = TypeVar("K")
-    V = TypeVar("V")
 
 _LEASE_SECONDS = 5.0
 """How long a draw may take before another owner takes the account: a process that dies in it holds up the others for so long at the most."""
 _KEPT = 4096
 """So many accounts, and the uses of so many runs, are kept in memory: the others are read when they are asked."""
+
+K = TypeVar("K")
+V = TypeVar("V")
 
 
 class Accounts:

@@ -6,6 +6,7 @@ import sys
 from _thread import get_ident
 from collections.abc import Callable
 from contextvars import ContextVar
+from typing import Any
 
 from agent_run_ledger.drivers.leases import HeldRun, Leases
 from agent_run_ledger.engine.charging import Metered
@@ -18,7 +19,6 @@ from agent_run_ledger.words import Effect
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from decimal import Decimal
-    from typing import Any
 
 
 class StepContext:

@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from types import TracebackType
+from typing import Any
 
 from agent_run_ledger.contract import Clock, Lease, QueueTerms, Store
 from agent_run_ledger.drivers import reading
@@ -38,8 +39,6 @@ from agent_run_ledger.words import RunState
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Any
-
     from agent_run_ledger.prices import Prices
 
 POLL_SECONDS = 0.05

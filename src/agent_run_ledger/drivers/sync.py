@@ -7,6 +7,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import suppress
+from typing import Any, TypeVar, cast
 
 from agent_run_ledger.contract import Clock, Store
 from agent_run_ledger.drivers.context import StepContext, caller, step_variable
@@ -35,14 +36,8 @@ from agent_run_ledger.engine.log import Draft, Sealed, seal
 from agent_run_ledger.engine.steps import is_replay
 from agent_run_ledger.errors import LeaseLost, Reentered, StoreError
 from agent_run_ledger.rules.budget import Most
-from agent_run_ledger.typed import cast
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any, TypeVar
-
-    T = TypeVar("T")
-
+T = TypeVar("T")
 
 LONGEST_POLL_SECONDS = 0.5
 """How long whoever waits for a signal looks away at the most."""
@@ -89,7 +84,7 @@ class SyncDriver:
             try:
                 effect = flow.send(answer) if error is None else flow.throw(error)
             except StopIteration as stop:
-                return cast("T", stop.value)
+                return cast(T, stop.value)
             finally:
                 error = None
             try:

@@ -9,12 +9,9 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from contextvars import Context, copy_context
+from typing import Any
 
 from agent_run_ledger.engine.effects import Result
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any
 
 IDLE_SECONDS = 10.0
 """How long a thread that has nothing to do stays for the next call."""

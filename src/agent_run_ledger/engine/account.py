@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from agent_run_ledger.rules.budget import NOTHING, Amount
-from agent_run_ledger.typed import NamedTuple
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any
 
 
 class Grant(NamedTuple):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from agent_run_ledger.engine.call import Call
 from agent_run_ledger.engine.history import StepHistory
 from agent_run_ledger.engine.live import Branch, LiveRun
@@ -9,10 +11,6 @@ from agent_run_ledger.engine.log import Draft
 from agent_run_ledger.engine.outcomes import cancelled, in_doubt, missed, must_not_repeat, park
 from agent_run_ledger.errors import LedgerError, PayloadErased, RunClosed, RunInputMismatch, StepInDoubt
 from agent_run_ledger.words import RunState
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any
 
 
 def refusal(run: LiveRun, *, pipeline: bool | None = None) -> LedgerError | None:

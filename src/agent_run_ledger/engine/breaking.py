@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from agent_run_ledger.engine import admission
 from agent_run_ledger.engine.call import Call
 from agent_run_ledger.engine.history import Blocked
@@ -11,10 +13,6 @@ from agent_run_ledger.errors import CallBlocked
 from agent_run_ledger.rules import budget, canonical
 from agent_run_ledger.rules.loops import HALT, NOTICE, STAGES
 from agent_run_ledger.words import Event, RunState, Verdict
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any
 
 ENDS = {
     "certain": (Event.LOOP_DETECTED, RunState.DEAD_LETTER),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping
 from datetime import timedelta
 from decimal import Decimal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict
 
 from agent_run_ledger.engine import recovery
 from agent_run_ledger.engine.live import Branch
@@ -12,15 +13,11 @@ from agent_run_ledger.errors import InvalidArguments, UnserialisableArguments
 from agent_run_ledger.rules import canonical, digests, functions
 from agent_run_ledger.rules.budget import Most
 from agent_run_ledger.rules.names import check_name
-from agent_run_ledger.typed import NamedTuple, TypedDict
 from agent_run_ledger.words import Effect
 
 MAX_TIMEOUT = 366 * 86_400.0
 
-TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Any, Literal
-
     from agent_run_ledger.model import MayRepeat, Receipt, RetryPolicy
 
     AskForReceipt = Callable[[str, dict[str, Any]], Receipt | Awaitable[Receipt]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from agent_run_ledger.engine import sharing
 from agent_run_ledger.engine.call import Call
@@ -10,13 +11,10 @@ from agent_run_ledger.engine.effects import Draw
 from agent_run_ledger.engine.live import LiveRun
 from agent_run_ledger.rules import budget
 from agent_run_ledger.rules.budget import NOTHING, Amount, Most
-from agent_run_ledger.typed import NamedTuple
 from agent_run_ledger.words import TELLS_USAGE
 
-TYPE_CHECKING = False
 if TYPE_CHECKING:
     from decimal import Decimal
-    from typing import Any
 
     from agent_run_ledger.usage import Usage
 

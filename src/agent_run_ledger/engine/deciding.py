@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from agent_run_ledger.engine import outcomes
 from agent_run_ledger.engine.call import Call
 from agent_run_ledger.engine.effects import AwaitLate, Commit, Decision, Draw, Fetch, Flow, Quiet, Rest, Room
 from agent_run_ledger.engine.live import LiveRun
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any
 
 
 def commit(run: LiveRun, call: Call, decide: Decision, token: int | None = None) -> Flow[None]:

@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
+from typing import Any, NamedTuple, TypeVar
 
 from agent_run_ledger.engine.call import Call
 from agent_run_ledger.engine.history import StepHistory
 from agent_run_ledger.engine.live import LiveRun
 from agent_run_ledger.engine.log import Draft
 from agent_run_ledger.rules.budget import Most
-from agent_run_ledger.typed import NamedTuple
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any, TypeVar
-
-    T = TypeVar("T")
 
 
 class Moment(NamedTuple):
@@ -205,4 +199,5 @@ class Warn(NamedTuple):
 
 Ask = Commit | Invoke | Inquire | AwaitLate | Turn | Quiet | Room | Draw | Wait | Rest | Fetch | GiveBack | Warn
 
-Flow = Generator[Ask, "Any", "T"]
+T = TypeVar("T")
+Flow = Generator[Ask, Any, T]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable
 from sys import intern
+from typing import TYPE_CHECKING, Any
 
 from agent_run_ledger import merkle
 from agent_run_ledger.contract import Row
@@ -17,10 +18,7 @@ from agent_run_ledger.rules.loops.breaker import Rule
 from agent_run_ledger.rules.loops.calls import ERRORS_LOOKED_AT
 from agent_run_ledger.words import Effect, RunState, Verdict
 
-TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Any
-
     from agent_run_ledger.model import Notice
 
 _parse = json.JSONDecoder().raw_decode  # bodies have no white space around them, which is what `decode` looks for first

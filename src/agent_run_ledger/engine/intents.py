@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from agent_run_ledger.engine import admission, charging, outcomes
 from agent_run_ledger.engine.call import Call
 from agent_run_ledger.engine.effects import Draw, Moment, Plan
@@ -13,10 +15,6 @@ from agent_run_ledger.errors import AttemptsExhausted, BudgetExceededException, 
 from agent_run_ledger.rules import budget, canonical, digests
 from agent_run_ledger.rules.budget import Amount
 from agent_run_ledger.words import Effect, Event, StepState
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any
 
 
 def first_intent(

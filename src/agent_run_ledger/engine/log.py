@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 from agent_run_ledger import merkle
 from agent_run_ledger.contract import Row
@@ -10,14 +11,9 @@ from agent_run_ledger.engine.account import COUNTED
 from agent_run_ledger.engine.history import History
 from agent_run_ledger.rules import compact, digests, lifecycle
 from agent_run_ledger.rules.budget import NOTHING
-from agent_run_ledger.typed import NamedTuple
 from agent_run_ledger.words import Event, RunState
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any
-
-Sealed = tuple[Row, dict[str, "Any"]]
+Sealed = tuple[Row, dict[str, Any]]
 """A finished row and its body, not yet in the store."""
 
 _pieces = compact.encoder(sort_keys=False)

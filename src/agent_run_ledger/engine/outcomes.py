@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any, NamedTuple
+
 from agent_run_ledger.engine import charging
 from agent_run_ledger.engine.call import Call, LeftBehind
 from agent_run_ledger.engine.effects import Moment, Plan, Result
@@ -20,13 +22,9 @@ from agent_run_ledger.errors import (
 )
 from agent_run_ledger.rules import backoff, canonical, digests, failures
 from agent_run_ledger.rules.classify import Classified, retry_after
-from agent_run_ledger.typed import NamedTuple
 from agent_run_ledger.words import Effect, Event, RunState, StepState
 
-TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Any
-
     from agent_run_ledger.model import MayRepeat
 
 CLOSING = "closing"

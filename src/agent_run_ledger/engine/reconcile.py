@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from agent_run_ledger.engine import admission, outcomes, recovery
 from agent_run_ledger.engine.call import Call
@@ -16,10 +17,7 @@ from agent_run_ledger.engine.outcomes import Standing
 from agent_run_ledger.rules import backoff, canonical, failures
 from agent_run_ledger.words import Event, StepState
 
-TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Any
-
     from agent_run_ledger.model import Receipt
 
 

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Literal, NamedTuple
 
 from agent_run_ledger.engine.history import StepHistory
-from agent_run_ledger.typed import NamedTuple
 from agent_run_ledger.words import Effect
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Literal
-
     from agent_run_ledger.engine.call import Call
     from agent_run_ledger.model import Receipt
-
-    ActionKind = Literal["dispatch", "dispatch_undeclared", "ask", "record", "wait", "park", "dead_letter"]
 
 DEFAULT_ATTEMPTS = 4
 """Dispatches of one step over crashes and reruns, where its tool has no retry policy."""
@@ -47,6 +43,9 @@ def declaration(call: Call, *, undeclared: str) -> Declaration:
         blocks_undeclared=undeclared == "block",
         environment=call.environment,
     )
+
+
+ActionKind = Literal["dispatch", "dispatch_undeclared", "ask", "record", "wait", "park", "dead_letter"]
 
 
 class Action(NamedTuple):

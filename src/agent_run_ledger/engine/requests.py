@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 from agent_run_ledger.contract import Request
 from agent_run_ledger.engine.effects import Commit, Flow, GiveBack, Moment, Plan
@@ -13,10 +14,6 @@ from agent_run_ledger.engine.outcomes import resolved_with
 from agent_run_ledger.errors import IllegalTransition, InvalidArguments
 from agent_run_ledger.rules import canonical
 from agent_run_ledger.words import Event, RunState, StepState
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any
 
 
 def honour(run: LiveRun, request: Request, before: list[Draft]) -> list[Draft]:

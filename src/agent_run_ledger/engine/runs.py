@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 from agent_run_ledger.contract import Listing
 from agent_run_ledger.engine import admission, schedule
@@ -27,10 +28,6 @@ from agent_run_ledger.errors import (
 from agent_run_ledger.rules import backoff, budget, canonical, digests, failures
 from agent_run_ledger.rules.budget import Limits
 from agent_run_ledger.words import Event, RunState
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any
 
 FORMAT = 1
 """The version of the entries' bodies."""

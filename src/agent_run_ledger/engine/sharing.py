@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from agent_run_ledger.contract import Row
 from agent_run_ledger.engine.account import Grant
@@ -16,13 +17,9 @@ from agent_run_ledger.engine.live import LiveRun
 from agent_run_ledger.engine.log import Draft
 from agent_run_ledger.rules import budget, canonical
 from agent_run_ledger.rules.budget import DAILY, FOR_GOOD, NOTHING, Amount, Limits, Most
-from agent_run_ledger.typed import NamedTuple
 from agent_run_ledger.words import ACCOUNTS, RunState
 
-TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Any
-
     from agent_run_ledger.model import SharedBudget
 
 _CHILDREN = f"{ACCOUNTS}children/"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any, assert_never
 
 from agent_run_ledger.engine import admission, attempts, breaking, charging, outcomes, reconcile, recovery, waits
 from agent_run_ledger.engine.call import Call, LeftBehind
@@ -23,12 +24,7 @@ from agent_run_ledger.errors import (
 )
 from agent_run_ledger.rules import budget, canonical, digests, loops
 from agent_run_ledger.rules.budget import Amount
-from agent_run_ledger.typed import assert_never
 from agent_run_ledger.words import Effect, Event
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any
 
 
 def step(run: LiveRun, call: Call) -> Flow[Any]:
@@ -335,7 +331,7 @@ def _resume(run: LiveRun, call: Call, step: StepHistory, moment: Moment) -> Plan
         case "record" | "wait":
             raise AssertionError(f"nobody was asked, so nothing leads to {action.kind!r}")
         case _:
-            raise assert_never(action.kind)  # which raises by itself
+            assert_never(action.kind)
 
 
 def _park(run: LiveRun, step: StepHistory, why: str) -> Plan:

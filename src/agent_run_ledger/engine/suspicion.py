@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from copy import copy
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from agent_run_ledger.contract import Row
 from agent_run_ledger.rules import loops
 from agent_run_ledger.rules.loops.breaker import Rule
 from agent_run_ledger.rules.loops.calls import Asked, Call
 from agent_run_ledger.rules.loops.signs import OK
-from agent_run_ledger.typed import NamedTuple
 from agent_run_ledger.words import Effect, Verdict
 
-TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Any
-
     from agent_run_ledger.engine.history import StepHistory
 
 _MOST_UNSEEN = 1000

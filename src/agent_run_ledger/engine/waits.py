@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from typing import Any
 
 from agent_run_ledger.engine import admission
 from agent_run_ledger.engine.call import Call, DurableWait
@@ -16,10 +17,6 @@ from agent_run_ledger.engine.outcomes import child_ended, waited
 from agent_run_ledger.errors import RunOwned
 from agent_run_ledger.rules import canonical
 from agent_run_ledger.words import Event, RunState, StepState
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any
 
 _A_GLANCE_SECONDS = 0.2
 """How long whoever waits leaves the run to somebody else before he looks again."""

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any, cast
+
 from agent_run_ledger.engine.history import parse
 from agent_run_ledger.errors import IllegalTransition, InvalidArguments
-from agent_run_ledger.typed import cast
 from agent_run_ledger.words import RunState
 
-TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Mapping, Sequence
-    from typing import Any
 
     from agent_run_ledger.agents import Agent
     from agent_run_ledger.contract import QueueTerms, Store, Summary

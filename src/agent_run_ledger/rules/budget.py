@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from decimal import Decimal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from agent_run_ledger.errors import InvalidName
 from agent_run_ledger.rules import money
 from agent_run_ledger.rules.names import check_name
-from agent_run_ledger.typed import NamedTuple
 from agent_run_ledger.words import ACCOUNTS
 
-TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Any, Literal
-
     from agent_run_ledger.model import Budget
 
 ENTRIES_PER_STEP = 20

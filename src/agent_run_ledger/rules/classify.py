@@ -4,19 +4,11 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable, Iterator
+from typing import Literal, NamedTuple, TypeGuard, TypeVar
 
 from agent_run_ledger.rules.failures import CAUSE_OF, CONTEXT_OF, MRO_OF, SUPPRESSED_OF, describe, names_of, text
-from agent_run_ledger.typed import NamedTuple
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Literal, TypeGuard, TypeVar
-
-    Verdict = Literal["retryable", "fatal", "ambiguous", "unknown"]
-    _Open = Literal["nothing", "doubt", "anything"]
-    _T = TypeVar("_T")
-else:
-    Verdict = str
+Verdict = Literal["retryable", "fatal", "ambiguous", "unknown"]
 
 MAX_RETRY_AFTER = 86_400.0
 """Seconds: no server makes a step wait for longer than a day."""
@@ -153,6 +145,9 @@ def _links(error: BaseException, tells_all: bool) -> Iterator[BaseException]:
 
 
 # --- one error --------------------------------------------------------------------------------------------------------
+
+
+_Open = Literal["nothing", "doubt", "anything"]
 
 
 def _by_itself(error: BaseException) -> tuple[Classified | None, _Open]:
@@ -443,6 +438,8 @@ def _date(said: str) -> float | None:
 
 
 # --- reading what may be anything -------------------------------------------------------------------------------------
+
+_T = TypeVar("_T")
 
 
 def _is_a(value: object, cls: type[_T]) -> TypeGuard[_T]:

@@ -6,15 +6,11 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from types import CodeType, FunctionType, GenericAlias
+from typing import Any, NamedTuple, get_type_hints
 
 from agent_run_ledger.errors import InvalidArguments
 from agent_run_ledger.rules import digests
-from agent_run_ledger.typed import NamedTuple
 from agent_run_ledger.words import LIBRARY_VERSION
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any
 
 KEY = "idempotency_key"
 """A parameter of this name is given by the ledger: a step's own key, for the receiver."""
@@ -265,8 +261,6 @@ def hints(function: Callable[..., Any]) -> dict[str, Any]:
         known = _hinted.get(id(code))
         if known is not None and known[1] is function.__globals__ and known[2] == function.__annotations__:
             return known[3].copy()
-    from typing import get_type_hints
-
     try:
         resolved = get_type_hints(function, include_extras=True)
     except Exception:

@@ -6,13 +6,11 @@ import os
 import re
 from importlib import import_module
 from types import ModuleType
+from typing import TYPE_CHECKING, Literal
 
 from agent_run_ledger.errors import StoreError
 
-TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Literal
-
     from agent_run_ledger.contract import Clock, Store
     from agent_run_ledger.model import Diagnosis, ServerDiagnosis
 

@@ -7,17 +7,12 @@ import sqlite3
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import Any, TypeVar
 
 from agent_run_ledger.errors import Reentered, StoreError, StoreReadOnly, StoreUnavailable
 from agent_run_ledger.stores.faults import is_failed_sync, leaves_doubt, named
 from agent_run_ledger.stores.filelock import WriteLock
 from agent_run_ledger.stores.schema import Database
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any, TypeVar
-
-    T = TypeVar("T")
 
 NORMAL, FULL = 1, 2
 """How a commit is synced: with the next checkpoint, or before it is done."""
@@ -33,6 +28,8 @@ _FIRST_ROOM = 32  # who makes a few steps and ends needs no more
 _FORK_WAIT_SECONDS = 5.0
 _READERS_WAIT_MS = 500
 _never_closed: list[sqlite3.Connection] = []
+
+T = TypeVar("T")
 
 
 class Connections:

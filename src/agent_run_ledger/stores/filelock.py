@@ -9,15 +9,11 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from typing import TypeVar
 
 from agent_run_ledger.errors import StoreBusy, StoreReadOnly, StoreUnavailable
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import TypeVar
-
-    T = TypeVar("T")
-
+T = TypeVar("T")
 
 if sys.platform == "win32":
     import msvcrt

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import sqlite3
+from typing import TYPE_CHECKING, NamedTuple
 
 from agent_run_ledger.stores.clock import boot_id
 from agent_run_ledger.stores.owners import Owners
-from agent_run_ledger.typed import NamedTuple
 
-TYPE_CHECKING = False
 if TYPE_CHECKING:
     from agent_run_ledger.contract import Clock
 

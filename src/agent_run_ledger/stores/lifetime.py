@@ -7,8 +7,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
-
-from agent_run_ledger.typed import Protocol
+from typing import Protocol
 
 
 class Mortal(Protocol):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 from agent_run_ledger.contract import (
     PACKED,
@@ -19,12 +20,8 @@ from agent_run_ledger.contract import (
 )
 from agent_run_ledger.errors import LedgerError, StoreCorrupt
 from agent_run_ledger.stores import lifetime
-from agent_run_ledger.typed import cast
 
-TYPE_CHECKING = False
 if TYPE_CHECKING:  # what only long payloads need is imported with the first of them
-    from typing import Any
-
     from agent_run_ledger.stores.repeats import Repeats
     from agent_run_ledger.stores.unpacking import Unpacking
 

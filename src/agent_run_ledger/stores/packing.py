@@ -15,8 +15,7 @@ to copy, and an entry that others copy from can be packed anew without a change 
 from __future__ import annotations
 
 from binascii import crc32
-
-from agent_run_ledger.typed import NamedTuple
+from typing import NamedTuple
 
 OWN = 0
 """In the place of the entry's number: the bytes are the payload's own."""

@@ -6,6 +6,7 @@ import os
 import sqlite3
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from agent_run_ledger.contract import (
     Append,
@@ -31,12 +32,8 @@ from agent_run_ledger.stores.sqlite_erasing import Erasing
 from agent_run_ledger.stores.sqlite_log import ROW, Log, kept_aside
 from agent_run_ledger.stores.sqlite_queues import News, SqliteQueues
 from agent_run_ledger.stores.timeline import Timeline
-from agent_run_ledger.typed import cast
 
-TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Any, Literal
-
     from agent_run_ledger.contract import Clock
 
 _SUMMARIES_PER_PAGE = 200
@@ -315,7 +312,7 @@ class SqliteStore:
         return self._erasing.reseal(run_id, sealed, anew)
 
     def summaries(self, run_id: str | None = None) -> Iterator[Summary]:
-        statement, key = (_SUMMARIES_AFTER, cast("Any", 0)) if run_id is None else (_SUMMARY_OF, run_id)
+        statement, key = (_SUMMARIES_AFTER, cast(Any, 0)) if run_id is None else (_SUMMARY_OF, run_id)
         while True:
             page = self._files.ask(statement, key, *self._times())
             for found in page:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from agent_run_ledger.contract import SECRET_BYTES, Erasure, Row, Tombstone
 from agent_run_ledger.errors import LeaseLost, RunNotFound, StoreError
 from agent_run_ledger.stores.connections import FULL, Connections
 from agent_run_ledger.stores.sqlite_log import Log, stand
 
-TYPE_CHECKING = False
 if TYPE_CHECKING:
     from agent_run_ledger.stores.holding import Holding
 

@@ -10,6 +10,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from agent_run_ledger.contract import Beat, Lease, Listing, QueueTerms, Row
 from agent_run_ledger.errors import StoreError
@@ -19,12 +20,9 @@ from agent_run_ledger.stores.faults import leaves_doubt
 from agent_run_ledger.stores.holding import DEATHS, Held, Holding
 from agent_run_ledger.stores.sqlite_log import Log
 from agent_run_ledger.stores.timeline import Timeline
-from agent_run_ledger.typed import NamedTuple
 
-TYPE_CHECKING = False
 if TYPE_CHECKING:
     from queue import SimpleQueue
-    from typing import Any
 
     from agent_run_ledger.contract import Clock
 
@@ -90,7 +88,7 @@ INSERT INTO workers (worker, said, beat) VALUES (?, ?, ?)
 ON CONFLICT (worker) DO UPDATE SET said = excluded.said, beat = excluded.beat
 """
 
-_Ask = Callable[..., list["Any"]]
+_Ask = Callable[..., list[Any]]
 """Asks a statement with its values for all rows."""
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import sqlite3
+from typing import TYPE_CHECKING
 
 from agent_run_ledger.stores.clock import boot_id
 from agent_run_ledger.stores.connections import FULL, Connections
 
-TYPE_CHECKING = False
 if TYPE_CHECKING:
     from agent_run_ledger.contract import Clock
 

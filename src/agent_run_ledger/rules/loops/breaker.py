@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from agent_run_ledger.rules.loops.calls import Asked, Call
 from agent_run_ledger.rules.loops.signs import OK, REMEMBERED, WINDOW, Identical
-from agent_run_ledger.typed import Protocol
 from agent_run_ledger.words import Verdict
 
 TYPE_CHECKING = False
