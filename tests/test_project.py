@@ -121,6 +121,7 @@ def test_a_first_step_loads_nothing_that_it_does_not_use(tmp_path: Path) -> None
         "inspect",
         "logging",
         "platform",
+        "random",
         "socket",
         "tempfile",
         "uuid",

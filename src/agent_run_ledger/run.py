@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
-from random import random
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, Unpack, cast
 
@@ -102,7 +101,9 @@ class Run:
 
     def random(self) -> float:
         """A random number from [0, 1), recorded: a replay gets the same."""
-        return cast(float, self._value("random", random()))
+        import random
+
+        return cast(float, self._value("random", random.random()))
 
     def notices(self) -> list[Notice]:
         """What the ledger has to say of the calls made so far: that they repeat themselves, or that a budget is nearly used up.

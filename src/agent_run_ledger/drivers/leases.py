@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import _thread
 import os
-import random
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -47,6 +46,13 @@ _WAKE_SECONDS_PER_ENTRY, _LONGEST_WAKE_SECONDS = 1e-4, 1.0
 """How long the end of a child waits for those of its siblings: several times what it costs to begin their parent anew."""
 _KEPT = 256
 """Beyond so many runs in memory, those that have ended are let go."""
+
+
+def _draw() -> float:
+    """A random number from [0, 1)."""
+    import random  # only who retries needs it
+
+    return random.random()
 
 
 class HeldRun(LiveRun):
@@ -185,7 +191,7 @@ class Leases:
     def moment(self, *, begins: bool = True) -> Moment:
         """What a decision is taken by; where it `begins` nothing new nobody looks at the disk."""
         lack = self.room.lack() if begins and self.room is not None else None
-        return Moment(self._clock.now(), random.random(), lack)
+        return Moment(self._clock.now(), _draw, lack)
 
     def known(self, run_id: str) -> HeldRun | None:
         """The run, if it is in this ledger's memory."""

@@ -13,10 +13,10 @@ from agent_run_ledger.rules.budget import Most
 
 
 class Moment(NamedTuple):
-    """What a decision may not fetch for itself: the time (Unix seconds), a random number from [0, 1), and how the disk is."""
+    """What a decision may not fetch for itself: the time (Unix seconds), random numbers from [0, 1), and how the disk is."""
 
     now: float
-    draw: float
+    draw: Callable[[], float]
     too_full: str | None = None
     """Why nothing new is to be dispatched: the disk has less room than is asked for."""
 

@@ -152,7 +152,7 @@ def settle(
         return Plan([draft, _fatal(step)], synced=True)
     retry = call.options.retry
     if retry is not None and not is_hopeless and step.attempts_of_code < retry.max_attempts:
-        wait = backoff.delay(max(0, step.attempts_of_code - 1), retry, moment.draw, step.wait)
+        wait = backoff.delay(max(0, step.attempts_of_code - 1), retry, moment.draw(), step.wait)
         wait = max(wait, retry_after(error, moment.now) or 0.0)
         later = {**draft.fields, "retry_at": moment.now + wait, "wait": wait}
         return Plan([draft._replace(event=Event.WAIT, fields=later)])

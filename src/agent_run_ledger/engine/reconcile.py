@@ -109,7 +109,7 @@ def _unknown(run: LiveRun, call: Call, step: StepHistory, answer: Draft, why: st
 
     if call.questions >= call.max_attempts:
         return Plan([answer, outcomes.parked_in_doubt(step, why)], error=outcomes.in_doubt(run, step, why))
-    wait = backoff.delay(call.questions - 1, call.options.retry or RetryPolicy(), moment.draw, step.wait)
+    wait = backoff.delay(call.questions - 1, call.options.retry or RetryPolicy(), moment.draw(), step.wait)
     answer.fields.update(retry_at=moment.now + wait, wait=wait)
     return Plan([answer])
 

@@ -201,7 +201,7 @@ def _fail(error: Exception, described: dict[str, Any], run: LiveRun, moment: Mom
     if retry is None or history.failures + 1 >= retry.max_attempts or issubclass(type(error), run.fatal):
         payload = canonical.encode({"reason": failures.text(described), "error": described})
         return Plan([Draft("aborted", Event.ABORT, {}, payload)], answer=True, synced=True)
-    wait = backoff.delay(history.failures, retry, moment.draw)
+    wait = backoff.delay(history.failures, retry, moment.draw())
     plan = _stands(run, described, {"retry_at": moment.now + wait})
     plan.answer = wait
     return plan
