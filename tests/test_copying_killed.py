@@ -15,6 +15,7 @@ from agent_run_ledger import AgentRunLedger, RunMoved, RunNotFound, RunOwned, St
 from agent_run_ledger.contract import Request, Row
 from agent_run_ledger.stores import open_store
 from agent_run_ledger.stores.clock import SystemClock
+from agent_run_ledger.stores.packed import packed
 from agent_run_ledger.stores.postgres import PostgresStore, migrate
 from support.databases import databases
 from support.postgres import Address
@@ -42,7 +43,7 @@ def begin(path: Path) -> list[Row]:
 
 def standing(place: Any) -> tuple[list[Row], list[Request]]:
     with closing(open_store(place, durability="process", clock=SystemClock())) as store:
-        return store.read(RUN), store.inbox(RUN, 0)
+        return packed(store).read(RUN), store.inbox(RUN, 0)
 
 
 def goes_on_in(place: Any) -> bool:
