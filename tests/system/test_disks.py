@@ -43,6 +43,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 
 FILLS = """
+import random
 from pathlib import Path
 from support.witness import Witness
 database, witness, ballast = arguments[0], Witness(Path(arguments[1])), Path(arguments[2])
@@ -51,7 +52,7 @@ ledger.create_run("goal", "r")
 
 def work(number):
     witness.note("call", number=number)
-    return f"{number:06}" * 20_000  # equal ones would be kept once
+    return random.Random(number).randbytes(60_000).hex()  # what is equal would be kept once, and what repeats itself short
 
 number = 0
 while (word := hear()) != "end":
@@ -215,7 +216,7 @@ def test_a_process_that_begins_on_a_full_disk_calls_nothing_and_changes_nothing(
 
 
 FILLS_SIDE_BY_SIDE = """
-import asyncio
+import asyncio, random
 from pathlib import Path
 from support.witness import Witness
 database, witness = arguments[0], Witness(Path(arguments[1]))
@@ -224,7 +225,7 @@ ledger = AgentRunLedger(database, max_steps=1000)
 def work(number):
     step = current_step()
     witness.note("call", run=step.run_id, number=number)
-    return f"{step.run_id} {number:06}" * 3_000  # equal ones would be kept once
+    return random.Random(f"{step.run_id} {number}").randbytes(15_000).hex()  # likewise
 
 @ledger.agent()
 async def agent():

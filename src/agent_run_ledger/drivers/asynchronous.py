@@ -58,6 +58,8 @@ from agent_run_ledger.rules.budget import Most
 
 T = TypeVar("T")
 
+_PAUSE_AT_COMMIT = 8
+"""So often one that is alone lets others have their turn: they wait for half a millisecond."""
 _USED_TO_BE_ALONE = 8
 """After so many turns of the loop with one commit each the next one is not kept waiting for company."""
 _PAUSE_AT_REPLAY = 64
@@ -200,6 +202,8 @@ class _InLoop(threading.local):
     """How many calls are under way in it."""
     alone = 0
     """How many turns in a row had one commit to write."""
+    unpaused = 0
+    """How many commits were written since without a turn of the loop."""
 
     def __init__(self) -> None:
         self.looked_at: set[Branch] = set()
@@ -592,9 +596,10 @@ class AsyncDriver:
             pending = _Pending(run, effect, loop)
             self._put_off(pending)
             return await cast(Awaitable[Any], pending.answer)
-        if (
-            effect.token is not None
-        ):  # the program may go on for ever without a pause: once a step others have their turn
+        gathered = self._in_loop
+        gathered.unpaused += 1
+        if gathered.unpaused >= _PAUSE_AT_COMMIT:  # the program may go on for ever without a pause of its own
+            gathered.unpaused = 0
             await asyncio.sleep(0)
         return answer
 
