@@ -136,10 +136,8 @@ class PackedStore:
             if self._is_to_be_seen(run_id, rows):
                 return self._append_long(Append(run_id, token, inbox, rows), synced)
             return self.inner.append(run_id, token, inbox, rows, synced=synced)
-        except BaseException:
-            self._let_go(
-                run_id
-            )  # what was acknowledged before may not stand there any more: a server took over that never had it
+        except BaseException:  # a server may have taken over that never had what was acknowledged before
+            self._let_go(run_id)
             raise
 
     def append_all(self, appends: Sequence[Append], *, synced: bool) -> list[bool | LedgerError]:
