@@ -8,6 +8,7 @@ import json
 import operator
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -129,3 +130,37 @@ def test_whoever_does_not_look_at_records_loads_no_dataclasses(tmp_path: Path) -
         [sys.executable, "-c", program], env=environment(), capture_output=True, check=True, text=True
     )
     assert done.stdout == "set()\n"
+
+
+def test_two_that_nobody_has_looked_at_are_compared_and_joined_as_lists() -> None:
+    def two() -> tuple[Late[int], Late[int]]:
+        return Late(lambda: list(ITEMS), len(ITEMS)), Late(lambda: list(ITEMS), len(ITEMS))
+
+    for holds in (operator.eq, operator.le, operator.ge):
+        assert holds(*two())
+    assert not operator.ne(*two())
+    one, other = two()
+    assert [one] == [other]
+    assert operator.add(*two()) == ITEMS + ITEMS
+
+
+def test_what_a_thread_adds_while_another_fills_it_is_not_lost() -> None:
+    is_making, may_go_on = threading.Event(), threading.Event()
+
+    def make() -> list[int]:
+        is_making.set()
+        assert may_go_on.wait(60)
+        return list(ITEMS)
+
+    late = Late(make, len(ITEMS))
+    threads = [
+        threading.Thread(target=late.fill),
+        threading.Thread(target=lambda: is_making.wait(60) and late.append(4)),
+    ]
+    for thread in threads:
+        thread.start()
+    assert is_making.wait(60)
+    may_go_on.set()
+    for thread in threads:
+        thread.join(60)
+    assert late == [*ITEMS, 4]

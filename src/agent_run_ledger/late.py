@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+
+_filling = threading.RLock()
+"""Held by who makes items: what was done to a list by another thread is not to be lost."""
 
 
 class Late(list[T]):
@@ -20,8 +24,10 @@ class Late(list[T]):
     def fill(self) -> None:
         """Make the items now, if they are not made yet."""
         if self._make is not None:
-            list.__init__(self, self._make())  # at once: who looks at the same time sees nothing or all
-            self._make = None
+            with _filling:
+                if self._make is not None:
+                    list.__init__(self, self._make())
+                    self._make = None
 
     def filling(self) -> Callable[[], None]:
         """What fills it, as long as somebody has it."""
@@ -49,6 +55,9 @@ def _filled(name: str) -> Callable[..., Any]:
 
     def looks(self: Late[Any], *args: Any, **kwargs: Any) -> Any:
         self.fill()
+        for other in args:  # whose items are read without asking it
+            if isinstance(other, Late):
+                other.fill()
         return method(self, *args, **kwargs)
 
     return looks
