@@ -284,7 +284,7 @@ def test_no_error_about_an_address_shows_its_password(
         assert "s3cret" not in err, err
 
 
-def test_what_is_opened_to_be_looked_at_writes_nothing_on_a_server(server: str) -> None:
+def test_what_is_opened_to_be_looked_at_writes_nothing_on_a_server(server: str, tmp_path: Path) -> None:
     fill(server)
     with AgentRunLedger.open_read_only(server) as ledger:
         assert ledger.get_run("october").result == {"booked": 1}
@@ -293,7 +293,7 @@ def test_what_is_opened_to_be_looked_at_writes_nothing_on_a_server(server: str) 
             lambda: ledger.create_run("new"),
             lambda: ledger.cancel("november"),
             lambda: ledger.signal("november", "go"),
-            lambda: ledger.copy("november", "other.db"),
+            lambda: ledger.copy("november", tmp_path / "other.db"),
         ):
             with pytest.raises(StoreReadOnly):
                 act()
