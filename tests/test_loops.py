@@ -303,6 +303,13 @@ def test_a_call_that_leaves_the_loop_ends_the_verdict() -> None:
     assert not detector.continues("berth", {"pier": 4})
 
 
+def test_nor_does_one_where_a_single_call_is_enough() -> None:
+    detector = LoopDetectorPolicy(max_repetitions=1).detector()
+    assert detector.observe("berth", {"pier": 4}, error="KeyError: 4").level == "certain"
+    assert detector.observe("think", {"thought": "once more"}, "").level == "certain"
+    assert detector.continues("berth", {"pier": 4})
+
+
 def test_a_thought_ends_no_verdict() -> None:
     detector = looping("one call")
     assert detector.observe("think", {"thought": "once more"}, "").level == "certain"

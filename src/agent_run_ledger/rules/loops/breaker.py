@@ -69,6 +69,8 @@ class Breaker:
                 return OK
             steps.append(call)
         del calls[: -self._room], steps[: -self._room]
+        if is_aside and self._verdict.level != "ok" and self._identical.limit == 1:
+            return self._verdict  # else any thought would take its place
         verdict, _ = self._identical.read(calls)
         if verdict.level != "ok":
             self._found = self._identical, self._evidence(calls, verdict)
