@@ -132,7 +132,7 @@ def charged(run: LiveRun, position: str, value: object, *, was_executed: bool = 
 
 def _told_by(value: object, arguments: object) -> Sequence[Metered]:
     """What a response tells. Some providers name the model in the request only."""
-    if value is None or isinstance(value, _SAYS_NOTHING) or (type(value) is dict and TELLS_USAGE.isdisjoint(value)):
+    if value is None or isinstance(value, _SAYS_NOTHING):
         return ()
     from agent_run_ledger.usage import Usage, model_of
 
