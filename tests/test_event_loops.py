@@ -153,8 +153,8 @@ def test_a_run_that_is_alone_does_not_wait_for_company_and_gives_way_all_the_sam
     async def main() -> None:
         nonlocal is_over, ticks
         ticking = asyncio.create_task(tick())
-        for n in range(60):
-            if n == 20:  # by now nobody has come for longer than anybody is waited for
+        for n in range(50):
+            if n == 10:  # by now nobody has come for longer than anybody is waited for
                 ticks = 0
             assert await ledger.aexecute_step(run_id, "double", {"n": n}, double) == 2 * n
         is_over = True

@@ -1903,6 +1903,16 @@ def test_whether_many_are_on_stable_storage_is_not_known_while_the_disk_fails(
     assert store.append_all([*old, *new], synced=True) == [True, True, True]
 
 
+@pytest.mark.parametrize("stale", range(3))
+def test_of_many_appends_of_one_row_each_a_stale_one_is_refused_alone(store: SqliteStore, stale: int) -> None:
+    tokens = create_all(store, "r", "s", "t")
+    appends = one_each(tokens)
+    appends[stale] = appends[stale]._replace(token=appends[stale].token + 1)
+    answers = store.append_all(appends, synced=False)
+    assert [type(answer) for answer in answers] == [LeaseLost if number == stale else bool for number in range(3)]
+    assert [len(store.read(run_id)) for run_id in tokens] == [1 if number == stale else 2 for number in range(3)]
+
+
 def test_on_a_full_disk_many_appends_all_say_so_and_nothing_is_lost_when_there_is_room_again(
     store: SqliteStore, path: Path
 ) -> None:

@@ -590,12 +590,15 @@ class AsyncDriver:
 
     async def _commit_alone(self, run: HeldRun, effect: Commit, loop: asyncio.AbstractEventLoop) -> Any:
         """Have it written now: for a while there was nobody in this loop with whom it could have shared a transaction."""
+        put_off: _Pending | None = None
+        answer: Any = None
         try:
             answer = self.sync.commit(effect, waits=False)
         except MustWait:
-            pending = _Pending(run, effect, loop)
-            self._put_off(pending)
-            return await cast(Awaitable[Any], pending.answer)
+            put_off = _Pending(run, effect, loop)
+        if put_off is not None:
+            self._put_off(put_off)
+            return await cast(Awaitable[Any], put_off.answer)
         gathered = self._in_loop
         gathered.unpaused += 1
         if gathered.unpaused >= _PAUSE_AT_COMMIT:  # the program may go on for ever without a pause of its own
